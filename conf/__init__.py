@@ -1,0 +1,1 @@
+"""YAML only: names classes and holds every value."""

@@ -1,0 +1,1 @@
+"""The lossless decoder: choose, propose, score, verify, advance, learn."""

@@ -1,0 +1,1 @@
+"""Policies: what chooses an arm for every step."""

@@ -1,0 +1,1 @@
+"""Target backends behind one interface."""

@@ -1,0 +1,1 @@
+"""Things that guess; one file per kind."""

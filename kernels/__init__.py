@@ -1,0 +1,1 @@
+"""Triton kernels, each with its slow PyTorch reference beside it; import from the submodules."""

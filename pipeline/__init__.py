@@ -1,0 +1,1 @@
+"""Stages, files, time and tracking: the only room that knows Hydra and W&B."""

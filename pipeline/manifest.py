@@ -1,0 +1,87 @@
+"""The manifest: written last and atomically, so that its presence means that an artifact is finished."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.runtime import hardware
+
+MANIFEST = "manifest.json"
+PACKAGES = ("outrider", "torch", "transformers", "triton", "accelerate", "datasets", "safetensors", "numpy")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never half of it."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a finished artifact."""
+    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+
+
+def finish(out: Path, identity: dict[str, Any], metrics: dict[str, Any], started: float) -> None:
+    """Write the manifest: from now on the folder is finished."""
+    files = sorted(p for p in out.rglob("*") if p.is_file() and not p.name.endswith(".partial"))
+    write_json(
+        out / MANIFEST,
+        {
+            "identity": identity,
+            "metrics": metrics,
+            "started": started,
+            "seconds": time.time() - started,
+            "files": {str(p.relative_to(out)): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in files},
+            "command": ["python", "-m", "pipeline", *sys.argv[1:]],
+            "hardware": hardware(),
+            "packages": package_versions(),
+            **git_state(),
+        },
+    )
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    return versions
+
+
+@cache
+def git_state() -> dict[str, str | None]:
+    """Commit of the code and a digest of what differs from it; None where git does not answer."""
+
+    def git(*words: str) -> bytes | None:
+        root = Path(__file__).parent.parent
+        try:
+            done = subprocess.run(["git", *words], cwd=root, capture_output=True, check=False)
+        except FileNotFoundError:
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+    commit, diff = git("rev-parse", "HEAD"), git("diff", "HEAD")
+    return {
+        "commit": commit.decode().strip() if commit else None,
+        "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
+    }

@@ -1,0 +1,172 @@
+"""A stage reads finished artifacts and writes one folder, named after everything it depends on."""
+
+import hashlib
+import json
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pipeline.manifest import MANIFEST, finish, read_manifest
+from pipeline.runtime import Runtime, hardware
+
+
+@dataclass(frozen=True)
+class Need:
+    """An upstream stage, and the config groups to swap when looking for its artifact."""
+
+    stage: str
+    groups: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Everything one run of a stage may touch."""
+
+    groups: Mapping[str, Any]  # the groups it reads, typed
+    inputs: Mapping[str, Path]  # finished artifacts, by the names used in needs()
+    out: Path  # write here; a name that ends in .partial is never taken for finished
+    seed: int
+    runtime: Runtime
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """The manifest of an input."""
+        return read_manifest(self.inputs[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(ABC):
+    """Settings of one pipeline step; subclass it in the module named after the step."""
+
+    reads: ClassVar[tuple[str, ...]] = ()  # config groups that change the output
+    format_version: ClassVar[int] = 1  # raise it when the artifact's layout or meaning changes
+    times: ClassVar[bool] = False  # measures seconds: its artifact belongs to one machine
+    summary: ClassVar[str] = ""  # one line for the menu
+    resumes: ClassVar[bool] = False  # run() continues from what it finds in `out`; else `out` is emptied
+
+    def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
+        """Name each input and the stage that makes it."""
+        return {}
+
+    @abstractmethod
+    def run(self, workspace: Workspace) -> dict[str, Any]:
+        """Write artifacts under `workspace.out` and return the metrics to report (plain numbers, short text)."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """Where a stage's output is or will be, and the identity that names it."""
+
+    stage: str
+    identity: dict[str, Any]
+    folder: Path
+
+    @property
+    def signature(self) -> str:
+        return self.folder.name
+
+    @property
+    def finished(self) -> bool:
+        """Present means finished; another identity under the same name is a mistake, never reused."""
+        if not (self.folder / MANIFEST).exists():
+            return False
+        if read_manifest(self.folder)["identity"] != self.identity:
+            raise ValueError(f"{self.folder} was built from another identity; delete the folder and run again")
+        return True
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """All stages of one composed config; running one finds or builds what it needs."""
+
+    stages: Mapping[str, Stage]
+    groups: Mapping[str, Any]
+    root: Path
+    seed: int
+    runtime: Runtime
+    build_missing: bool = False
+    force: bool = False
+    on_start: Callable[[Artifact], None] = lambda artifact: None
+    on_finish: Callable[[Artifact], None] = lambda artifact: None
+
+    def run(self, name: str) -> Path:
+        """The finished artifact of the stage, built now if it is not there yet."""
+        return self._run(name, self.groups, asked_for=True)
+
+    def locate(self, name: str, groups: Mapping[str, Any] | None = None) -> Artifact:
+        """Where the artifact of a stage is or will be; builds nothing."""
+        groups = self.groups if groups is None else groups
+        stage = self.stages[name]
+        inputs = {
+            key: f"{need.stage}/{self.locate(need.stage, {**groups, **need.groups}).signature}"
+            for key, need in stage.needs(groups).items()
+        }
+        identity: dict[str, Any] = {
+            "stage": name,
+            "format_version": stage.format_version,
+            "settings": describe(stage),
+            "groups": {group: describe(groups[group]) for group in stage.reads},
+            "inputs": inputs,
+            "seed": self.seed,
+        }
+        if stage.times:
+            identity["hardware"] = {**hardware(), **self.runtime.timing_identity()}
+        identity = json.loads(json.dumps(identity, sort_keys=True))  # as it will be read back
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        return Artifact(name, identity, self.root / name / digest)
+
+    def _run(self, name: str, groups: Mapping[str, Any], *, asked_for: bool) -> Path:
+        artifact = self.locate(name, groups)
+        again = self.force and asked_for
+        if artifact.finished and not again:
+            return artifact.folder
+        if not (asked_for or self.build_missing):
+            raise ValueError(
+                f"stage={name} has not finished for these settings (looked for {artifact.folder}); "
+                f"run stage={name} first, or add build_missing=true"
+            )
+        needs = self.stages[name].needs(groups)
+        inputs = {
+            key: self._run(need.stage, {**groups, **need.groups}, asked_for=False)
+            for key, need in needs.items()
+        }
+        with self.runtime.lock(artifact.folder.with_suffix(".lock")):
+            if artifact.finished and not again:  # another process built it while this one waited
+                return artifact.folder
+            self._build(artifact, groups, inputs, again)
+        return artifact.folder
+
+    def _build(
+        self, artifact: Artifact, groups: Mapping[str, Any], inputs: Mapping[str, Path], again: bool
+    ) -> None:
+        stage = self.stages[artifact.stage]
+        out = artifact.folder
+        with suppress(FileNotFoundError):
+            (out / MANIFEST).unlink()
+        if again or not stage.resumes:
+            shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True, exist_ok=True)
+        self.on_start(artifact)
+        started = time.time()
+        read = {group: groups[group] for group in stage.reads}
+        metrics = stage.run(Workspace(read, inputs, out, self.seed, self.runtime))
+        finish(out, artifact.identity, metrics, started)
+        self.on_finish(artifact)
+
+
+def describe(config: Any) -> Any:
+    """What a config stands for, as plain values: its own identity() where it names content, else its fields."""
+    if isinstance(config, Mapping):
+        return {name: describe(child) for name, child in config.items()}
+    if isinstance(config, list | tuple):
+        return [describe(child) for child in config]
+    if hasattr(config, "identity"):
+        return config.identity()
+    if is_dataclass(config) and not isinstance(config, type):
+        children = {name: describe(getattr(config, name)) for name in asdict(config)}
+        return {"kind": f"{type(config).__module__}.{type(config).__qualname__}", **children}
+    return config

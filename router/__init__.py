@@ -1,0 +1,1 @@
+"""What is learned before decoding starts: encoder, head, calibration, checkpoint."""
