@@ -1,9 +1,8 @@
-"""The manifest: written last and atomically, so that its presence means that an artifact is finished."""
+"""The manifest: written last and atomically, so that present means finished."""
 
 import hashlib
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,20 +10,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.digests import sha256
+from pipeline.files import write_json
 from pipeline.runtime import hardware
 
 MANIFEST = "manifest.json"
-PACKAGES = ("outrider", "torch", "transformers", "triton", "accelerate", "datasets", "safetensors", "numpy")
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of it."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+PACKAGES = (
+    "outrider",
+    "torch",
+    "transformers",
+    "triton",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "numpy",
+)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -42,19 +42,16 @@ def finish(out: Path, identity: dict[str, Any], metrics: dict[str, Any], started
             "metrics": metrics,
             "started": started,
             "seconds": time.time() - started,
-            "files": {str(p.relative_to(out)): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in files},
+            "files": {
+                str(p.relative_to(out)): {"bytes": p.stat().st_size, "sha256": sha256(p)}
+                for p in files
+            },
             "command": ["python", "-m", "pipeline", *sys.argv[1:]],
             "hardware": hardware(),
             "packages": package_versions(),
             **git_state(),
         },
     )
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @cache

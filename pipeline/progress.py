@@ -68,7 +68,7 @@ _bars: list[Progress] = []  # the one display that nested work shares
 
 @contextmanager
 def progress(description: str, total: int | None, unit: str, done: int = 0) -> Iterator[Meter]:
-    """A meter for work of `total` units (None: unknown), of which a resumed run has `done` behind it."""
+    """A meter for `total` units of work (None: unknown); a resumed run has `done` behind it."""
     meter = Meter(description, total, unit, done)
     if not console.is_terminal:
         yield meter

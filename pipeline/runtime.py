@@ -1,54 +1,84 @@
-"""The machine a run happens on: device, threads, clock, locks, and the fingerprint of its hardware."""
+"""The machine a run happens on: device, threads, clock, and the fingerprint of its hardware."""
 
-import fcntl
-import logging
+import math
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from decode.clock import Clock, SystemClock, VirtualClock
+from pipeline import files
 
-log = logging.getLogger(__name__)
+DEVICES = ("auto", "cpu", "cuda")
+CLOCKS = {"system": SystemClock, "virtual": VirtualClock}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Where and how a run happens; never part of an artifact's identity, save where a stage times something."""
+    """Where and how a run happens; in an identity only where the stage times something."""
 
     device: str  # "auto", "cpu" or "cuda"
     threads: int  # CPU threads of torch; 0: as many as there are cores
-    clock: str  # "system", or "virtual": every reading advances one millisecond, so that runs can be compared
+    clock: str  # "system", or "virtual": every reading advances one millisecond, for equal runs
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ValueError(
+                f"runtime.device={self.device} is not known; use {' or '.join(DEVICES)}"
+            )
+        if self.threads < 0:
+            raise ValueError(
+                f"runtime.threads={self.threads} must be 0 (every core) or a positive number"
+            )
+        if self.clock not in CLOCKS:
+            raise ValueError(f"runtime.clock={self.clock} is not known; use {' or '.join(CLOCKS)}")
 
     def resolved_device(self) -> str:
+        """Gives "cpu" or "cuda"; asking for a GPU where torch sees none is refused."""
         import torch
 
         if self.device == "auto":
             return "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("runtime.device=cuda, but torch sees no GPU; use runtime.device=cpu")
         return self.device
 
+    def num_threads(self) -> int:
+        return self.threads or num_cores()
+
+    def apply(self) -> None:
+        """Give torch its threads, for this whole process."""
+        import torch
+
+        torch.set_num_threads(self.num_threads())
+
     def make_clock(self) -> Clock:
-        return {"system": SystemClock, "virtual": VirtualClock}[self.clock]()
+        return CLOCKS[self.clock]()
 
     def timing_identity(self) -> dict[str, Any]:
         """What changes measured seconds beside the hardware itself."""
-        return {"device": self.resolved_device(), "threads": self.threads, "clock": self.clock}
+        device = self.resolved_device()
+        return {"device": device, "threads": self.num_threads(), "clock": self.clock}
 
-    @contextmanager
-    def lock(self, path: Path) -> Iterator[None]:
-        """Hold `path` against other processes; the system lets go of it when this process dies."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                log.info("another process is building %s; waiting for it", path.with_suffix(""))
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    def lock(self, path: Path) -> AbstractContextManager[None]:
+        """Hold `path` against other processes; see `pipeline.files.lock`."""
+        return files.lock(path)
+
+
+@cache
+def num_cores() -> int:
+    """CPU cores that this process may use: its affinity, within its container's quota."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        most, period = quota.read_text().split()
+        if most != "max":
+            cores = min(cores, math.ceil(int(most) / int(period)))
+    return cores
 
 
 @cache
@@ -60,7 +90,7 @@ def hardware() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "memory_gib": round(memory),
         "gpu": gpu,
         "num_gpus": torch.cuda.device_count() if gpu else 0,

@@ -46,7 +46,9 @@ class Stage(ABC):
     format_version: ClassVar[int] = 1  # raise it when the artifact's layout or meaning changes
     times: ClassVar[bool] = False  # measures seconds: its artifact belongs to one machine
     summary: ClassVar[str] = ""  # one line for the menu
-    resumes: ClassVar[bool] = False  # run() continues from what it finds in `out`; else `out` is emptied
+    resumes: ClassVar[bool] = (
+        False  # run() continues from what it finds in `out`; else `out` is emptied
+    )
 
     def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
         """Name each input and the stage that makes it."""
@@ -54,7 +56,7 @@ class Stage(ABC):
 
     @abstractmethod
     def run(self, workspace: Workspace) -> dict[str, Any]:
-        """Write artifacts under `workspace.out` and return the metrics to report (plain numbers, short text)."""
+        """Write artifacts under `workspace.out`; return metrics (plain numbers, short text)."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,13 @@ class Artifact:
 
     @property
     def finished(self) -> bool:
-        """Present means finished; another identity under the same name is a mistake, never reused."""
+        """Present means finished; another identity under the same name is never reused."""
         if not (self.folder / MANIFEST).exists():
             return False
         if read_manifest(self.folder)["identity"] != self.identity:
-            raise ValueError(f"{self.folder} was built from another identity; delete the folder and run again")
+            raise ValueError(
+                f"{self.folder} was built from another identity; delete the folder and run again"
+            )
         return True
 
 
@@ -159,7 +163,7 @@ class Pipeline:
 
 
 def describe(config: Any) -> Any:
-    """What a config stands for, as plain values: its own identity() where it names content, else its fields."""
+    """A config as plain values: its own identity() where it names content, else its fields."""
     if isinstance(config, Mapping):
         return {name: describe(child) for name, child in config.items()}
     if isinstance(config, list | tuple):
