@@ -1,0 +1,92 @@
+"""A drafter on disk: drafter.json (what it is, and the digest of its weights) beside model.safetensors.
+
+Each file appears whole or not at all, the description last; a pair that does not belong together is refused.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+DESCRIPTION = "drafter.json"
+WEIGHTS = "model.safetensors"
+FORMAT_VERSION = 1
+
+
+def save_drafter(
+    folder: Path, kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a drafter of this kind; `facts` is what its loader needs to know, as plain values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    description: dict[str, Any] = {"format_version": FORMAT_VERSION, "kind": kind, **facts}
+    if tensors is not None:
+        write_tensors(folder / WEIGHTS, tensors)
+        description["weights_sha256"] = _sha256(folder / WEIGHTS)
+    partial = folder / (DESCRIPTION + ".partial")
+    partial.write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
+    _commit(partial, folder / DESCRIPTION)
+
+
+def read_description(folder: Path, kind: str) -> dict[str, Any]:
+    """What drafter.json says, which must be of this kind and of a format that is understood."""
+    path = folder / DESCRIPTION
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist; {folder} holds no finished drafter: train or export it again"
+        )
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is not valid JSON ({error}); delete {folder} and make the drafter again"
+        ) from error
+    found = (description.get("kind"), description.get("format_version"))
+    if found != (kind, FORMAT_VERSION):
+        raise ValueError(
+            f"{path} describes kind {found[0]!r}, format {found[1]!r}, but kind {kind!r}, format {FORMAT_VERSION} "
+            "is needed here; name the folder of a matching drafter"
+        )
+    return description
+
+
+def read_tensors(folder: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights that belong to the description, on the CPU."""
+    path = folder / WEIGHTS
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; make the drafter in {folder} again")
+    if _sha256(path) != description.get("weights_sha256"):
+        raise ValueError(
+            f"{path} differs from the digest in {DESCRIPTION} (damaged, truncated or replaced); "
+            f"delete {folder} and make the drafter again"
+        )
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a safetensors file ({error}); make the drafter again"
+        ) from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write safetensors so that a reader sees the old file or the new one, never half of it."""
+    partial = path.with_name(path.name + ".partial")
+    owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(owned, partial, metadata={"format": "pt"})
+    _commit(partial, path)
+
+
+def _commit(partial: Path, path: Path) -> None:
+    with partial.open("rb+") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

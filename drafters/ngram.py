@@ -1,0 +1,209 @@
+"""Lookup: what followed the same last tokens earlier in the prompt or the output will follow them again.
+
+The rule. Of the verified tokens' suffixes of max_ngram, max_ngram - 1, ..., min_ngram tokens, the longest that
+also occurs earlier is taken, at its most recent occurrence: the one that ends last, before the end of the text.
+An occurrence may overlap the suffix itself. The proposal is what follows the occurrence; where that runs into
+the end of the text it goes on into the tokens just proposed, so periodic text continues with its period ("a b a
+b a" proposes b, a, b, a, ...). A match therefore always offers `max_offer` tokens.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.types import MAX_DRAFT_TOKENS, DraftProposal, DraftSampler, Sampling
+from drafters.base import BuildContext, DrafterConfig, common_prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig(DrafterConfig):
+    """Longest-suffix lookup in prompt and output."""
+
+    min_ngram: int  # shortest suffix that counts as a match
+    max_ngram: int  # longest suffix looked for
+    max_offer: int  # tokens proposed at most
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"min_ngram={self.min_ngram} and max_ngram={self.max_ngram} must satisfy 1 <= min <= max"
+            )
+        if not 1 <= self.max_offer <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"max_offer={self.max_offer} must lie between 1 and {MAX_DRAFT_TOKENS}"
+            )
+
+    def build(self, context: BuildContext) -> "NgramDrafter":
+        return NgramDrafter(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """An earlier occurrence of the text's suffix."""
+
+    end: int  # position of the token after the occurrence
+    length: int  # tokens that agree
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text occurred last, with enough memory to take tokens back.
+
+    Invariant: every n-gram of `tokens` that ends before their last token is entered, and none that ends at it,
+    so that looking up the suffix finds an earlier occurrence and never itself.
+    """
+
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self.tokens: list[int] = []
+        self._lengths = range(max_ngram, min_ngram - 1, -1)
+        self._last: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
+        self._undo: list[
+            list[tuple[tuple[int, ...], int]]
+        ] = []  # by end - 1: n-grams and what they replaced
+
+    def become(self, token_ids: Sequence[int]) -> None:
+        """Hold this text, whatever was held before; costs little when the text has only grown."""
+        text = token_ids if isinstance(token_ids, list) else list(token_ids)
+        kept = common_prefix(self.tokens, text)
+        self._take_back(kept)
+        for token in text[kept:]:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        end = len(self.tokens)
+        if end > 0:
+            replaced = []
+            for n in self._lengths:
+                if n <= end:
+                    gram = tuple(self.tokens[end - n : end])
+                    replaced.append((gram, self._last.get(gram, 0)))
+                    self._last[gram] = end
+            self._undo.append(replaced)
+        self.tokens.append(token)
+
+    def match(self) -> Match | None:
+        """The longest suffix with an earlier occurrence, at the most recent one."""
+        size = len(self.tokens)
+        for n in self._lengths:
+            if n < size and (end := self._last.get(tuple(self.tokens[size - n :]), 0)):
+                return Match(end, n)
+        return None
+
+    def _take_back(self, size: int) -> None:
+        while len(self.tokens) > size:
+            self.tokens.pop()
+            if self._undo:
+                for gram, previous in self._undo.pop():
+                    if previous:
+                        self._last[gram] = previous
+                    else:
+                        del self._last[gram]
+
+
+def continuation(tokens: Sequence[int], match: Match, num_tokens: int) -> list[int]:
+    """The tokens after the occurrence, going on into the copy itself where the text ends."""
+    period = len(tokens) - match.end
+    return [tokens[match.end + i % period] for i in range(num_tokens)]
+
+
+class NgramSession:
+    """One row's index."""
+
+    def __init__(self, config: NgramConfig) -> None:
+        self._config = config
+        self._index = NgramIndex(config.min_ngram, config.max_ngram)
+
+    def match_length(self, token_ids: Sequence[int]) -> int:
+        """Tokens of the longest matching suffix; 0: no match."""
+        self._index.become(token_ids)
+        match = self._index.match()
+        return match.length if match else 0
+
+    def offer(self, token_ids: Sequence[int]) -> int:
+        return self._config.max_offer if self.match_length(token_ids) else 0
+
+    def propose(
+        self, token_ids: Sequence[int], num_draft_tokens: int, sampler: DraftSampler
+    ) -> DraftProposal:
+        self._index.become(token_ids)
+        match = self._index.match()
+        size = min(num_draft_tokens, self._config.max_offer)
+        tokens = continuation(self._index.tokens, match, size) if match else []
+        return DraftProposal(tokens, None, "ngram")
+
+
+class NgramDrafter:
+    """Guesses by lookup; has no weights."""
+
+    num_parameters = 0
+    memory_bytes = 0
+
+    def __init__(self, config: NgramConfig) -> None:
+        self.config = config
+
+    def open(self) -> NgramSession:
+        return NgramSession(self.config)
+
+    def match_lengths(self, token_ids: Sequence[int], num_prompt_tokens: int) -> list[int]:
+        """Tokens of the longest match had drafting begun at each answer token; 0: no match."""
+        index = NgramIndex(self.config.min_ngram, self.config.max_ngram)
+        index.become(token_ids[:num_prompt_tokens])
+        lengths = []
+        for token in token_ids[num_prompt_tokens:]:
+            match = index.match()
+            lengths.append(match.length if match else 0)
+            index.append(token)
+        return lengths
+
+    def score(
+        self,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        target_logprobs: Tensor,
+        sampling: Sampling,
+        max_depth: int,
+    ) -> Tensor:
+        """Replay the lookup at every answer token.
+
+        A proposal made without chance is accepted with the target's probability of it. Given the realised
+        answer, that is 1 where the proposed token is the realised one and 0 where it is not, at any temperature.
+        """
+        answer = list(token_ids[num_prompt_tokens:])
+        accept = torch.full((len(answer), max_depth), torch.nan)
+        index = NgramIndex(self.config.min_ngram, self.config.max_ngram)
+        index.become(token_ids[:num_prompt_tokens])
+        for start, token in enumerate(answer):
+            if match := index.match():
+                size = min(max_depth, self.config.max_offer, len(answer) - start)
+                guess = continuation(index.tokens, match, size)
+                hits = [float(guess[d] == answer[start + d]) for d in range(size)]
+                accept[start, :size] = torch.tensor(hits)
+            index.append(token)
+        return accept
+
+
+EVERYDAY = NgramConfig(
+    min_ngram=1, max_ngram=3, max_offer=10
+)  # for a decoder put together without a config
+
+
+def from_pretrained(name_or_path: str, target: Any) -> NgramDrafter:
+    """A lookup drafter: from a folder with drafter.json, or plain "ngram" for the everyday settings."""
+    if name_or_path == "ngram":
+        return NgramDrafter(EVERYDAY)
+    description = Path(name_or_path) / "drafter.json"
+    if not description.exists():
+        raise ValueError(
+            f'{description} does not exist; pass "ngram", or a folder saved by a lookup drafter'
+        )
+    stored = json.loads(description.read_text(encoding="utf-8"))
+    names = {setting.name for setting in fields(NgramConfig)}
+    if stored.get("kind") != "ngram" or set(stored.get("config", {})) != names:
+        raise ValueError(
+            f"{description} does not describe a lookup drafter; it needs kind ngram and {sorted(names)}"
+        )
+    return NgramDrafter(NgramConfig(**stored["config"]))
