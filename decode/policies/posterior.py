@@ -1,0 +1,192 @@
+"""The default policy: one acceptance posterior per drafter; every K and OFF priced from it in
+seconds.
+
+Choosing by the posterior mean, with a chance in every step that the text has changed, does better
+over the 30 to 150 steps of a prompt than sampling or upper bounds do: too few steps pay for
+exploration.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decode.costs import Costs
+from decode.policies.base import PolicyConfig, check_draft_lengths, off, require_costs
+from decode.policies.belief import Belief, Floats
+from decode.policies.pricing import PriceList, Pricing, arms_on_offer, best_arm
+from decode.types import OFF, Choice, PolicySession, Request, StepRecord
+
+LONGEST_PAUSE = (
+    8  # unsuccessful probes double the pause between them up to this many times the first
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosteriorConfig(PolicyConfig):
+    """Settings of the default policy."""
+
+    draft_lengths: list[int]  # the K that may be chosen
+    population_share: (
+        float  # weight of the population in the prior: what a wrong router costs at most
+    )
+    population_spread: float  # the population's standard deviation is widened by this factor
+    hazard: float  # chance per step that the text has changed
+    likelihood_power: (
+        float  # below 1 where neighbouring tokens are accepted alike and so count for less
+    )
+    rate_memory: float  # weight of one step in lambda, the tokens per second so far
+    cost_memory: (
+        float  # weight of one step in the correction of the profiled seconds; 0 trusts the profile
+    )
+    switch_horizon: float  # steps over which a drafter's reading of unseen tokens is paid back
+    explore_horizon: (
+        float  # steps over which a better drafter, once found, pays for the trial; 0: no trials
+    )
+    probe_every: int  # steps without drafting after which one draft is tried again; 0: never
+
+    def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "PosteriorPolicy":
+        self.check()
+        lengths = check_draft_lengths(self.draft_lengths)
+        return PosteriorPolicy(
+            self, lengths, PriceList(require_costs(costs, "posterior"), drafters)
+        )
+
+    def check(self) -> None:
+        """Raise ValueError at a value outside its range."""
+        for name in (
+            "population_share",
+            "hazard",
+            "rate_memory",
+            "cost_memory",
+            "likelihood_power",
+        ):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"policy.{name}={value} must lie between 0 and 1")
+        if (
+            self.population_spread <= 0
+            or self.switch_horizon <= 0
+            or min(self.probe_every, self.explore_horizon) < 0
+        ):
+            raise ValueError(
+                f"policy.population_spread={self.population_spread} and "
+                f"switch_horizon={self.switch_horizon} must be "
+                f"positive and probe_every={self.probe_every} not negative"
+            )
+
+
+class PosteriorPolicy:
+    """Greedy on the posterior mean; nothing is kept from one row to the next."""
+
+    def __init__(self, config: PosteriorConfig, lengths: Sequence[int], prices: PriceList) -> None:
+        self.config, self.lengths, self.prices = config, lengths, prices
+
+    def open(self, request: Request) -> PolicySession:
+        return PosteriorSession(self, request)
+
+
+class PosteriorSession:
+    """One row's belief about every drafter."""
+
+    def __init__(self, policy: PosteriorPolicy, request: Request) -> None:
+        config = policy.config
+        self.policy = policy
+        self.position = self.num_prompt_tokens = request.num_prompt_tokens
+        self.max_new_tokens = request.max_new_tokens
+        self.belief = Belief(
+            policy.prices.drafters,
+            request.prior,
+            population_share=config.population_share,
+            population_spread=config.population_spread,
+            hazard=config.hazard,
+            likelihood_power=config.likelihood_power,
+        )
+        self.pricing = Pricing(
+            policy.prices,
+            rate_memory=config.rate_memory,
+            cost_memory=config.cost_memory,
+            switch_horizon=config.switch_horizon,
+        )
+        self.pricing.start(self.belief.expected_tokens(), policy.lengths)
+        self.steps_off = 0
+        self.pause = config.probe_every
+
+    def choose(self, offers: Mapping[str, int]) -> Choice:
+        arms = arms_on_offer(self.policy.prices.drafters, offers, self.policy.lengths)
+        plain = self.pricing.plain_seconds
+        if not arms:
+            return off("nothing offered", plain)
+        expected, tokens = self.belief.expected_tokens(), self._believed_tokens()
+        seconds, rate = self.pricing.seconds(), self.pricing.tokens_per_second(expected)
+        scores = tokens - rate * (seconds + self.pricing.catch_up(self.position)[:, None])
+        best = best_arm(scores, arms)
+        if best is None:
+            return off("no arm has finite costs", plain)
+        incumbent = max(best[1], 1 - rate * plain)
+        trial = self._worth_a_trial(scores, rate * seconds, arms, incumbent)
+        index, k = arms[best[0]] if trial is None else trial
+        if trial is not None:
+            reason = "explore"
+        elif best[1] > 1 - rate * plain:
+            reason = "data" if self.belief.num_observed[index] else "prior"
+        elif self._probe_is_due():
+            reason = "probe"
+        else:
+            return off("cost", plain)
+        name = self.policy.prices.drafters[index]
+        return Choice(name, k, reason, float(expected[index, k]), float(seconds[index, k]))
+
+    def learn(self, record: StepRecord) -> None:
+        self.position = record.position + record.num_emitted
+        self.pricing.observe(record)
+        index = self.policy.prices.index.get(record.drafter)
+        if index is not None:
+            self.belief.observe(index, record.num_accepted, record.num_drafted)
+        self.belief.drift()
+        self._count_pause(record)
+
+    def _believed_tokens(self) -> Floats:  # [N, D + 1]
+        """Tokens by drafter and K that the choice is made on."""
+        return self.belief.expected_tokens()
+
+    def _worth_a_trial(
+        self, scores: Floats, prices: Floats, arms: Sequence[tuple[int, int]], incumbent: float
+    ) -> tuple[int, int] | None:
+        """The arm whose expected improvement on the incumbent, while it lasts, most exceeds what
+        one draft loses.
+
+        Improvement is E[max over K of (N - lambda c) - incumbent]+ under the drafter's own
+        posterior.
+        """
+        left = self.max_new_tokens - (self.position - self.num_prompt_tokens)
+        horizon = min(self.policy.config.explore_horizon, left)
+        found, most = None, 0.0
+        for index in {index for index, _ in arms}:
+            own = [arm for arm in arms if arm[0] == index]
+            depths = [k for _, k in own]
+            best = best_arm(scores, own)
+            if best is None or best[1] >= incumbent:
+                continue
+            values = (self.belief.token_tables[index][:, depths] - prices[index, depths]).max(
+                axis=1
+            )
+            gain = float(self.belief.posterior[index] @ np.maximum(values - incumbent, 0)) * horizon
+            if gain - (incumbent - best[1]) > most:
+                found, most = own[best[0]], gain - (incumbent - best[1])
+        return found
+
+    def _probe_is_due(self) -> bool:
+        return self.pause > 0 and self.steps_off >= self.pause
+
+    def _count_pause(self, record: StepRecord) -> None:
+        if record.drafter == OFF:
+            self.steps_off += 1
+            return
+        longest = LONGEST_PAUSE * self.policy.config.probe_every
+        self.pause = (
+            min(2 * self.pause, longest)
+            if record.reason == "probe"
+            else self.policy.config.probe_every
+        )
+        self.steps_off = 0

@@ -1,0 +1,207 @@
+"""Prices arms in seconds: E[N - lambda c], with the profile's costs corrected by what steps really
+took.
+
+N are the tokens of a step, c its seconds, lambda the tokens per second of the text so far: a second
+spent here is lambda tokens not emitted elsewhere (Dinkelbach's form of tokens over seconds).
+Everything is a function of the profile and of past records.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode.costs import Costs
+from decode.types import MAX_DRAFT_TOKENS, OFF, StepRecord
+
+log = logging.getLogger(__name__)
+Floats = NDArray[np.float64]
+PLAUSIBLE = (
+    4.0  # a step this many times slower or faster than expected is clipped: one hiccup is no trend
+)
+TIE = 1e-9  # scores closer than this are equal, and the smaller arm wins
+
+
+class PriceList:
+    """The profile as arrays: seconds by drafter and number of drafted tokens; shared by all rows of
+    a policy.
+    """
+
+    def __init__(self, costs: Costs, drafters: Sequence[str]) -> None:
+        depths = range(MAX_DRAFT_TOKENS + 1)
+        self.costs = costs
+        self.drafters = tuple(drafters)
+        self.index = {name: i for i, name in enumerate(self.drafters)}
+        self.target: Floats = np.array(
+            [costs.verify(k + 1) + costs.host_seconds for k in depths]
+        )  # [D + 1]
+        self.draft: Floats = np.array(
+            [[costs.draft(n, k) for k in depths] for n in drafters]
+        )  # [N, D + 1]
+        self.draft = self.draft.reshape(len(self.drafters), MAX_DRAFT_TOKENS + 1)
+        self.said: set[str] = set()
+        if not np.isfinite(self.target[0]):
+            raise ValueError(
+                "the seconds of plain decoding are not a number; run stage=profile again"
+            )
+        for name, row in zip(self.drafters, self.draft, strict=True):
+            if not np.isfinite(row + self.target).all():
+                self.say(
+                    f"costs of {name}",
+                    "drafter %s has arms without finite costs; they are not chosen",
+                    name,
+                )
+
+    def say(self, key: str, message: str, *values: object) -> None:
+        """Warn once per policy, however many rows meet the same trouble."""
+        if key not in self.said:
+            self.said.add(key)
+            log.warning(message, *values)
+
+
+class Pricing:
+    """One row's lambda, corrections of the profile, and dropped drafters."""
+
+    def __init__(
+        self, prices: PriceList, *, rate_memory: float, cost_memory: float, switch_horizon: float
+    ) -> None:
+        self.prices = prices
+        self.rate_memory = rate_memory  # weight of one step in lambda
+        self.cost_memory = (
+            cost_memory  # weight of one step in the corrections; 0 trusts the profile
+        )
+        self.switch_horizon = switch_horizon  # steps over which catching up is paid back
+        self.target_scale = 1.0
+        self.draft_scale = np.ones(len(prices.drafters))
+        self.usable = np.ones(len(prices.drafters), dtype=bool)
+        self.read = np.zeros(len(prices.drafters))  # tokens each drafter has seen
+        self.tokens = self.spent = 0.0  # moving averages; their ratio is lambda
+
+    def start(self, expected_tokens: Floats, lengths: Sequence[int]) -> None:
+        """Set lambda to the best rate that the belief promises at these K, before any step has
+        run.
+        """
+        self.lengths = [0, *lengths]
+        self.tokens, self.spent = 1.0, 1 / self._promised(expected_tokens)
+
+    def tokens_per_second(self, expected_tokens: Floats) -> float:  # [N, D + 1]
+        """Lambda: what recent steps gave, no less than plain decoding and no more than the belief
+        promises.
+        """
+        promised = self._promised(expected_tokens)
+        return min(max(self.tokens / self.spent, 1 / self.plain_seconds), promised)
+
+    def _promised(self, expected_tokens: Floats) -> float:
+        rates = (expected_tokens / self.seconds())[:, self.lengths]
+        return float(rates[np.isfinite(rates)].max(initial=1 / self.plain_seconds))
+
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a step without drafting, as they are now."""
+        return float(self.prices.target[0] * self.target_scale)
+
+    def seconds(self) -> Floats:  # [N, D + 1]
+        """Seconds of a step of each arm as they are now; NaN where the arm has been dropped or
+        never measured.
+        """
+        seconds = (
+            self.prices.target * self.target_scale + self.prices.draft * self.draft_scale[:, None]
+        )
+        return np.where(self.usable[:, None], seconds, np.nan)
+
+    def catch_up(self, position: int) -> Floats:  # [N]
+        """Seconds each drafter needs to read what it has not seen, spread over the steps that will
+        profit.
+        """
+        costs, missing = self.prices.costs, position - self.read
+        unread = [
+            costs.catch_up_seconds(name, max(int(m), 0))
+            for name, m in zip(self.prices.drafters, missing, strict=True)
+        ]
+        return np.array(unread) / self.switch_horizon
+
+    def observe(self, record: StepRecord) -> None:
+        """Take in a step's tokens and seconds; a drafter whose seconds are not a number is
+        dropped.
+        """
+        index = self.prices.index.get(record.drafter)
+        expected_target = float(self.prices.target[min(record.num_drafted, MAX_DRAFT_TOKENS)])
+        target = self._finite(
+            record.verify_seconds + record.host_seconds, expected_target * self.target_scale
+        )
+        self.target_scale = self._correct(self.target_scale, target, expected_target)
+        draft = 0.0
+        if index is not None and record.num_drafted:
+            draft = self._observe_draft(index, record)
+        self.tokens += self.rate_memory * (record.num_emitted - self.tokens)
+        self.spent += self.rate_memory * (target + draft - self.spent)
+
+    def _observe_draft(self, index: int, record: StepRecord) -> float:
+        expected = float(self.prices.draft[index, min(record.num_drafted, MAX_DRAFT_TOKENS)])
+        caught_up = record.position - self.read[index] <= MAX_DRAFT_TOKENS + 1
+        self.read[index] = record.position
+        if not math.isfinite(record.draft_seconds):
+            self.usable[index] = False
+            self.prices.say(
+                f"seconds of {record.drafter}",
+                "drafter %s took no finite time; it is dropped",
+                record.drafter,
+            )
+            return 0.0
+        scale = float(self.draft_scale[index])
+        if caught_up:  # else the seconds hold a prefill, which is priced apart
+            self.draft_scale[index] = self._correct(scale, record.draft_seconds, expected)
+        return (
+            min(record.draft_seconds, PLAUSIBLE * expected * scale)
+            if expected > 0
+            else record.draft_seconds
+        )
+
+    def _finite(self, seconds: float, expected: float) -> float:
+        if not math.isfinite(seconds):
+            self.prices.say(
+                "seconds of the target",
+                "a step took no finite time; the profile's seconds are used",
+            )
+            return expected
+        return min(max(seconds, expected / PLAUSIBLE), expected * PLAUSIBLE)
+
+    def _correct(self, scale: float, seconds: float, expected: float) -> float:
+        if not (expected > 0 and math.isfinite(expected)):
+            return scale
+        ratio = min(max(seconds / expected, scale / PLAUSIBLE), scale * PLAUSIBLE)
+        return scale + self.cost_memory * (ratio - scale)
+
+
+def arms_on_offer(
+    drafters: Sequence[str], offers: Mapping[str, int], lengths: Sequence[int]
+) -> list[tuple[int, int]]:
+    """(drafter index, K) of every arm that can be played: K clamped to the offer, offers of 0 left
+    out.
+    """
+    arms: list[tuple[int, int]] = []
+    for index, name in enumerate(drafters):
+        most = min(offers.get(name, 0), MAX_DRAFT_TOKENS)
+        if name != OFF and most > 0:
+            arms.extend((index, k) for k in sorted({min(k, most) for k in lengths}))
+    return arms
+
+
+def best_arm(scores: Floats, arms: Sequence[tuple[int, int]]) -> tuple[int, float] | None:
+    """Position in `arms` and score of the best finite score, the shortest draft winning a tie;
+    None: no arm is left.
+    """
+    best: tuple[int, float] | None = None
+    for place, (index, k) in enumerate(arms):
+        score = float(scores[index, k])
+        if not math.isfinite(score):
+            continue
+        if (
+            best is None
+            or score > best[1] + TIE
+            or (abs(score - best[1]) <= TIE and k < arms[best[0]][1])
+        ):
+            best = (place, score)
+    return best

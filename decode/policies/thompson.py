@@ -1,0 +1,97 @@
+"""Thompson sampling: play the arm that is best were one draw from the posterior the truth.
+
+Structured: one draw of acceptance per drafter prices all its K and OFF. Flat: a normal draw around
+each arm's mean reward. The draws come from a generator keyed by the seed and the row's request id.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decode.costs import Costs
+from decode.policies.base import check_draft_lengths, require_costs
+from decode.policies.belief import Floats
+from decode.policies.flat import FlatArms
+from decode.policies.posterior import PosteriorConfig, PosteriorPolicy, PosteriorSession
+from decode.policies.pricing import PriceList
+from decode.types import Choice, PolicySession, Request, StepRecord
+
+UNPLAYED_SD = 0.25  # of an arm's reward, until two plays say better
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThompsonConfig(PosteriorConfig):
+    """Settings of Thompson sampling; those of the posterior policy hold for the structured form."""
+
+    structured: bool  # False: flat arms
+    spread: float  # of the posterior that is drawn from; below 1 explores less
+    reward_cap: float  # flat: this many times the rate of plain decoding counts as reward 1
+
+    def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "ThompsonPolicy":
+        if self.spread <= 0 or self.reward_cap <= 0:
+            raise ValueError(
+                f"policy.spread={self.spread} and reward_cap={self.reward_cap} must be positive"
+            )
+        prices = PriceList(require_costs(costs, "thompson"), drafters)
+        self.check()
+        return ThompsonPolicy(self, check_draft_lengths(self.draft_lengths), prices, seed)
+
+
+class ThompsonPolicy(PosteriorPolicy):
+    """Nothing is kept from one row to the next."""
+
+    def __init__(
+        self, config: ThompsonConfig, lengths: Sequence[int], prices: PriceList, seed: int
+    ) -> None:
+        super().__init__(config, lengths, prices)
+        self.thompson, self.seed = config, seed
+
+    def open(self, request: Request) -> PolicySession:
+        key = hashlib.sha256(f"{self.seed}/{request.request_id}".encode()).digest()
+        generator = np.random.default_rng(int.from_bytes(key[:16], "big"))
+        if self.thompson.structured:
+            return ThompsonSession(self, request, generator, self.thompson.spread)
+        arms = FlatArms(self.prices, self.lengths, self.thompson.reward_cap)
+        return FlatThompsonSession(arms, generator, self.thompson.spread)
+
+
+class ThompsonSession(PosteriorSession):
+    """Prices arms as the posterior policy does, on one draw instead of the mean."""
+
+    def __init__(
+        self,
+        policy: PosteriorPolicy,
+        request: Request,
+        generator: np.random.Generator,
+        spread: float,
+    ) -> None:
+        super().__init__(policy, request)
+        self.generator, self.spread = generator, spread
+
+    def _believed_tokens(self) -> Floats:
+        return self.belief.sampled_tokens(self.generator, self.spread)
+
+
+class FlatThompsonSession:
+    """One row's play of unrelated arms."""
+
+    def __init__(self, arms: FlatArms, generator: np.random.Generator, spread: float) -> None:
+        self.arms, self.generator, self.spread = arms, generator, spread
+
+    def choose(self, offers: Mapping[str, int]) -> Choice:
+        eligible = self.arms.eligible(offers)
+        if len(eligible) == 1:
+            return self.arms.choice(int(eligible[0]), offers, "nothing offered")
+        counts = self.arms.count[eligible]
+        if not counts.all():
+            return self.arms.choice(int(eligible[counts.argmin()]), offers, "explore")
+        mean = self.arms.mean()[eligible]
+        spread = np.sqrt(np.maximum(self.arms.squares[eligible] / counts - mean**2, 0))
+        sd = np.where(counts >= 2, spread, UNPLAYED_SD) / np.sqrt(counts)
+        draw = mean + self.spread * sd * self.generator.standard_normal(len(eligible))
+        return self.arms.choice(int(eligible[draw.argmax()]), offers, "data")
+
+    def learn(self, record: StepRecord) -> None:
+        self.arms.learn(record)
