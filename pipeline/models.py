@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder, an earlier run's copy, the Hub, or a pinned PyPI wheel.
+"""Where a model is: a local folder, an earlier run's copy, the Hub, or a pinned PyPI wheel.
 
 The order holds a machine to the source it had first: a wheel's converted folder is looked for
 before the Hub is asked, so that artifacts keep their names when the Hub begins or ceases to answer.
