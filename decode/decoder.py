@@ -1,0 +1,223 @@
+"""The decoder that people use: a target, a pool of drafters, a policy, and lossless text."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode.clock import Clock, SystemClock
+from decode.loop import Loop, Row
+from decode.noise import Noise, PhiloxNoise
+from decode.pool import Pool
+from decode.prompts import Prompt, Prompts, check_lengths, content_ids, read_prompts
+from decode.resolve import resolve_drafters, resolve_policy, resolve_target
+from decode.results import GenerationResult, Metrics, StreamChunk, summarise
+from decode.stopping import Stopper
+from decode.types import Drafter, Policy, Request, Router, Sampling, Target
+from decode.verification import select_verifier
+
+COUPLINGS = ("rejection",)
+
+
+class SpeculativeDecoder:
+    """Text from a target that is the target's own, at the price of fewer passes.
+
+    With temperature 0 it is the target's greedy text; with sampling it follows the target's law
+    exactly. Names do: SpeculativeDecoder("target", "drafter"), or drafters={"code": folder,
+    "ngram": "ngram"}. Without drafters it is plain decoding; without a policy the default one, with
+    costs measured now.
+
+    Raises ValueError, in one sentence, where the parts do not fit.
+    """
+
+    def __init__(
+        self,
+        target: Target | torch.nn.Module | str | Path,
+        drafters: dict[str, Drafter | str | Path] | Drafter | str | Path | None = None,
+        policy: Policy | str | None = None,
+        router: Router | None = None,
+        *,
+        coupling: str = "rejection",
+        noise: Noise | None = None,  # None: Philox streams of each request's own seed
+        clock: Clock | None = None,
+        tokenizer: Any | None = None,  # None: the target's
+        device: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        max_rows: int = 16,  # requests decoded side by side; more wait
+    ) -> None:
+        if coupling not in COUPLINGS:
+            raise ValueError(f"coupling={coupling} is not available; use coupling='rejection'")
+        if max_rows < 1:
+            raise ValueError(f"max_rows={max_rows} must be at least 1")
+        clock = clock or SystemClock()
+        self.target = resolve_target(target, tokenizer=tokenizer, device=device, dtype=dtype)
+        self.tokenizer = tokenizer or getattr(self.target, "tokenizer", None)
+        self.pool = Pool(resolve_drafters(drafters, self.target), self.target.vocab_size)
+        self.policy = resolve_policy(policy, self.target, self.pool.drafters, clock)
+        self.router = router
+        self.verifier = select_verifier(self.target.device)
+        self.max_rows = max_rows
+        self._noise = noise
+        self._loop = Loop(self.target, self.pool, self.policy, self.verifier, clock)
+
+    @property
+    def drafters(self) -> dict[str, Drafter]:
+        """The drafters in use; one that failed is no longer among them."""
+        return self.pool.drafters
+
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        request_ids: Sequence[str] | None = None,
+        router_texts: Sequence[str] | None = None,
+    ) -> GenerationResult:
+        """Texts for all prompts, in their order.
+
+        `prompts` is text, token ids or messages (through the chat template), or a list of either.
+        `request_ids` name the noise streams: without them a request is known by its tokens, so that
+        its text is the same alone and in a batch. `router_texts` is what the router reads, where
+        that is not the prompt itself.
+        """
+        waiting = deque(
+            self._requests(
+                prompts, max_new_tokens, sampling, stop, request_ids, router_texts, False
+            )
+        )
+        rows: list[Row] = []
+        active: list[Row] = []
+        while waiting or active:
+            while waiting and len(active) < self.max_rows:
+                active.append(waiting.popleft()())
+                rows.append(active[-1])
+            self._loop.step(active)
+            active = [row for row in active if row.stopper.finish_reason is None]
+        return GenerationResult(
+            token_ids=[row.stopper.token_ids for row in rows],
+            texts=[row.stopper.text() for row in rows],
+            records=[row.records for row in rows],
+            metrics=[self._metrics(row) for row in rows],
+        )
+
+    def stream(
+        self,
+        prompt: Prompts,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        request_id: str | None = None,
+        router_text: str | None = None,
+    ) -> Iterator[StreamChunk]:
+        """One chunk a step for one prompt; their texts joined are the text of generate()."""
+        ids = None if request_id is None else [request_id]
+        texts = None if router_text is None else [router_text]
+        requests = self._requests(prompt, max_new_tokens, sampling, stop, ids, texts, True)
+        if len(requests) != 1:
+            raise ValueError(
+                f"stream() takes one prompt, not {len(requests)}; use generate() for several"
+            )
+        return self._stream(requests[0])
+
+    def _stream(self, open_row: Callable[[], Row]) -> Iterator[StreamChunk]:
+        row = open_row()
+        while row.stopper.finish_reason is None:
+            self._loop.step([row])
+            record, reason = row.records[-1], row.stopper.finish_reason
+            yield StreamChunk(
+                text=row.stopper.take(),
+                token_ids=row.token_ids[-record.num_emitted :],
+                drafter=record.drafter,
+                source=record.source,
+                num_drafted=record.num_drafted,
+                num_accepted=record.num_accepted,
+                finish_reason=reason,
+                metrics=None if reason is None else self._metrics(row),
+            )
+
+    def _requests(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        stop: str | Sequence[str],
+        request_ids: Sequence[str] | None,
+        router_texts: Sequence[str] | None,
+        follow_text: bool,
+    ) -> list[Callable[[], Row]]:
+        """What opens each row when its turn comes. All that could be wrong with the call is found
+        here.
+        """
+        read = read_prompts(prompts, self.tokenizer)
+        check_lengths(read, self.target.max_context)
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if stops and self.tokenizer is None:
+            raise ValueError(
+                f"stop={stops} needs a tokenizer; pass tokenizer= to SpeculativeDecoder"
+            )
+        if not all(stops):
+            raise ValueError("stop holds an empty string, which every text contains; leave it out")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        ids = _one_each(request_ids, content_ids(read), "request_ids")
+        if len(set(ids)) < len(ids):
+            raise ValueError(
+                "request_ids hold one id twice; ids key the noise, so give each request its own"
+            )
+        texts = _one_each(router_texts, [prompt.text for prompt in read], "router_texts")
+        law = sampling or Sampling()
+
+        def opener(prompt: Prompt, request_id: str, text: str) -> Callable[[], Row]:
+            return lambda: self._open(
+                prompt, request_id, text, law, stops, max_new_tokens, follow_text
+            )
+
+        return [opener(*each) for each in zip(read, ids, texts, strict=True)]
+
+    def _open(
+        self,
+        prompt: Prompt,
+        request_id: str,
+        text: str,
+        sampling: Sampling,
+        stops: Sequence[str],
+        max_new_tokens: int,
+        follow_text: bool,
+    ) -> Row:
+        length = len(prompt.token_ids)
+        prior = None if self.router is None else self.router.prior(text, length, sampling)
+        stopper = Stopper(
+            tokenizer=self.tokenizer,
+            stop=stops,
+            eos_token_ids=self.target.eos_token_ids,
+            max_new_tokens=max_new_tokens,
+            num_prompt_tokens=length,
+            max_context=self.target.max_context,
+            follow_text=follow_text,
+        )
+        request = Request(request_id, length, max_new_tokens, sampling, prior)
+        return self._loop.open(
+            request, prompt.token_ids, stopper, self._noise or PhiloxNoise(sampling.seed)
+        )
+
+    def _metrics(self, row: Row) -> Metrics:
+        assert row.stopper.finish_reason is not None
+        return summarise(
+            row.records,
+            num_prompt_tokens=row.request.num_prompt_tokens,
+            prefill_seconds=row.prefill_seconds,
+            finish_reason=row.stopper.finish_reason,
+            verifier=self.verifier.name,
+            backend=self.target.backend,
+        )
+
+
+def _one_each(given: Sequence[str] | None, made: list[str], name: str) -> list[str]:
+    if given is None:
+        return made
+    if len(given) != len(made):
+        raise ValueError(f"{name} has {len(given)} entries for {len(made)} prompts; give one each")
+    return list(given)

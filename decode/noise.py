@@ -1,0 +1,45 @@
+"""Randomness enters decoding through one object: a draw depends on its name alone."""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, Protocol
+
+import numpy as np
+
+Domain = Literal["draft", "verify"]
+
+TO_UNIT = (
+    2.0**-53
+)  # a float64 in [0, 1) has 53 bits to fill; nothing is rounded, so 1.0 never comes out
+
+
+class Noise(Protocol):
+    """A table of uniforms, looked up and never used up."""
+
+    def uniforms(self, request_id: str, step: int, domain: Domain, count: int) -> Sequence[float]:
+        """The first `count` numbers in [0, 1) of one stream; a larger count begins alike."""
+
+
+class PhiloxNoise:
+    """Philox 4x64 with 10 rounds, one stream per (seed, request, step, domain).
+
+    The key is a digest of seed, request and domain; the step sits in the counter's highest word, so
+    that streams of two steps never meet. No state is kept: neither batch nor order can change a
+    draw.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def uniforms(self, request_id: str, step: int, domain: Domain, count: int) -> list[float]:
+        key = _key(self.seed, request_id, domain)
+        generator = np.random.Philox(key=key, counter=[0, 0, 0, step])
+        bits = generator.random_raw(count) >> np.uint64(11)
+        return (bits * TO_UNIT).tolist()
+
+
+@lru_cache(maxsize=4096)
+def _key(seed: int, request_id: str, domain: str) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+    name = "\0".join((str(seed), domain, request_id)).encode()
+    return np.frombuffer(hashlib.blake2b(name, digest_size=16).digest(), dtype=np.uint64)

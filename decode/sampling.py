@@ -1,0 +1,105 @@
+"""The law that is kept, as tensors, and the one place where draft tokens are drawn."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decode.types import MAX_DRAFT_TOKENS, Sampling
+from kernels.reference import inverse_cdf, processed_probs
+
+
+class Law(NamedTuple):
+    """Sampling parameters of N rows, named as `verify` and `processed_probs` name them."""
+
+    temperature: Tensor  # [N] float64
+    top_k: Tensor  # [N] int64
+    top_p: Tensor  # [N] float64
+    min_p: Tensor  # [N] float64
+    repetition_penalty: Tensor  # [N] float64
+
+
+@lru_cache(maxsize=256)
+def law_of(samplings: tuple[Sampling, ...]) -> Law:
+    """The rows' parameters side by side, on the host, where reading one waits for nothing.
+
+    The tensors are shared between calls and must not be changed.
+    """
+
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([getattr(s, name) for s in samplings], dtype=dtype)
+
+    return Law(
+        column("temperature", torch.float64),
+        column("top_k", torch.int64),
+        column("top_p", torch.float64),
+        column("min_p", torch.float64),
+        column("repetition_penalty", torch.float64),
+    )
+
+
+class RowSampler:
+    """Draws one row's draft tokens for one step, and remembers them.
+
+    Each draw spends its own uniform, and the penalty sees the draft tokens drawn before it. A
+    drafter that asked for a draw and then hid it would bias the output: `drawn` lets the loop
+    compare.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        uniform: Callable[[int], float],  # depth -> the draw's number in [0, 1)
+        seen: Tensor
+        | None,  # [V] bool, tokens of prompt and output; None where no penalty asks for it
+    ) -> None:
+        self.greedy = sampling.greedy
+        self.drawn: list[int] = []
+        self._sampling = sampling
+        self._uniform = uniform
+        self._seen = seen
+
+    def draw(self, logits: Tensor) -> int:  # [V]
+        """The next draft token. Raises ValueError where the logits are not numbers."""
+        if len(self.drawn) == MAX_DRAFT_TOKENS:
+            raise ValueError(f"a drafter drew more than {MAX_DRAFT_TOKENS} tokens in one step")
+        row = logits.detach()[None]
+        token_id = self._maximum(row) if self.greedy and self._seen is None else self._draw(row)
+        self.drawn.append(token_id)
+        if self._seen is not None:
+            self._seen[token_id] = True
+        return token_id
+
+    def _maximum(self, row: Tensor) -> int:
+        value, index = row.max(dim=-1)
+        if torch.isnan(value).item():
+            raise ValueError("a drafter's logits hold NaN")
+        return int(index.item())
+
+    def _draw(self, row: Tensor) -> int:
+        seen = None if self._seen is None else self._seen.to(row.device)[None]
+        probs = processed_probs(row, *law_of((self._sampling,)), seen)
+        uniform = (
+            0.5 if self.greedy else self._uniform(len(self.drawn))
+        )  # a one-hot law needs no chance
+        if torch.isnan(probs).any().item():
+            raise ValueError("a drafter's logits hold NaN")
+        uniforms = torch.tensor([uniform], dtype=torch.float64, device=row.device)
+        return int(inverse_cdf(probs, uniforms).item())
+
+
+def seen_tokens(counts: Tensor | None) -> Tensor | None:
+    """Which tokens a row holds, as a fresh tensor that a sampler may add to."""
+    return None if counts is None else counts > 0
+
+
+def count_tokens(
+    sampling: Sampling, token_ids: Sequence[int], vocab_size: int, device: str
+) -> Tensor | None:
+    """How often each token stands in the row, [V] int32; None where no penalty asks for it."""
+    if sampling.repetition_penalty == 1:
+        return None
+    ids = torch.tensor(token_ids, dtype=torch.int64)
+    return torch.bincount(ids, minlength=vocab_size).to(torch.int32).to(device)

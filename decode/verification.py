@@ -1,0 +1,120 @@
+"""Which code verifies, and how the rows of one step are laid out for it."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.sampling import law_of
+from decode.types import DraftProposal, Sampling, Verification
+
+log = logging.getLogger(__name__)
+
+_said: set[str] = set()  # what was logged once already
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """A `verify` and the name under which tables show it."""
+
+    name: str  # "triton" or "reference"
+    verify: Callable[..., Verification]
+
+
+def select_verifier(device: str) -> Verifier:
+    """The Triton kernel on CUDA and nothing else there; elsewhere the reference, said once."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        if find_spec("triton") is None:
+            raise ValueError(
+                f"verification on {device} needs Triton; install it with: pip install triton"
+            )
+        from kernels.verify import verify as triton_verify
+
+        return Verifier("triton", triton_verify)
+    from kernels.reference import verify as reference_verify
+
+    if kind not in _said:
+        _said.add(kind)
+        log.info("target on %s: kernels.reference verifies (the Triton kernel needs CUDA)", kind)
+    return Verifier("reference", reference_verify)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One row of one step, as verification sees it."""
+
+    proposal: DraftProposal
+    sampling: Sampling
+    uniforms: Sequence[
+        float
+    ]  # num_drafted + 1: the draw of the recovered or bonus token, then one per draft
+    counts: Tensor | None  # [V] tokens seen so far; None where no penalty asks for it
+
+
+def verify_drafts(verifier: Verifier, logits: Tensor, drafts: Sequence[Draft]) -> Verification:
+    """Verify B ragged drafts against the target's raw logits [B, K + 1, V], padded to one shape.
+
+    A row's result does not depend on the padding: its draws are its own, and rows of logits past
+    its draft are never looked at.
+    """
+    device, vocab_size = logits.device, logits.shape[-1]
+    lengths = [len(draft.proposal.token_ids) for draft in drafts]
+    width = max(lengths)
+    one_hot = [draft.proposal.logits is None for draft in drafts]
+    law = law_of(tuple(draft.sampling for draft in drafts))
+    return verifier.verify(
+        logits,
+        torch.tensor(
+            [_padded(d.proposal.token_ids, width, -1) for d in drafts],
+            dtype=torch.int64,
+            device=device,
+        ),
+        _draft_logits(drafts, width, logits),
+        temperature=law.temperature,
+        uniforms=torch.tensor(
+            [[*_padded(d.uniforms[1:], width, 0.0), d.uniforms[0]] for d in drafts],
+            dtype=torch.float64,
+            device=device,
+        ),
+        num_draft_tokens=torch.tensor(lengths, dtype=torch.int64),
+        draft_is_one_hot=torch.tensor(one_hot, dtype=torch.bool),
+        top_k=law.top_k,
+        top_p=law.top_p,
+        min_p=law.min_p,
+        repetition_penalty=law.repetition_penalty,
+        seen_token_counts=_counts(drafts, vocab_size, device),
+    )
+
+
+def _padded(values: Sequence[Any], width: int, filler: Any) -> list[Any]:
+    return [*values, *[filler] * (width - len(values))]
+
+
+def _draft_logits(drafts: Sequence[Draft], width: int, like: Tensor) -> Tensor | None:  # [B, K, V]
+    rows = [draft.proposal.logits for draft in drafts]
+    if all(row is None for row in rows):
+        return None
+    if len(rows) == 1 and rows[0] is not None:
+        return rows[0][None].to(like.device)
+    kinds = [row.dtype for row in rows if row is not None]
+    kind = reduce(torch.promote_types, kinds)  # widened, never rounded
+    out = torch.zeros(len(rows), width, like.shape[-1], dtype=kind, device=like.device)
+    for b, row in enumerate(rows):
+        if row is not None:
+            out[b, : len(row)] = row
+    return out
+
+
+def _counts(
+    drafts: Sequence[Draft], vocab_size: int, device: torch.device
+) -> Tensor | None:  # [B, V]
+    if all(draft.counts is None for draft in drafts):
+        return None
+    nothing = torch.zeros(vocab_size, dtype=torch.int32, device=device)
+    return torch.stack([nothing if draft.counts is None else draft.counts for draft in drafts])
