@@ -1,4 +1,4 @@
-"""A router on disk (config.json, model.safetensors) and in use: a prompt -> a prior over drafters."""
+"""A router on disk (config.json, model.safetensors) and in use: a prompt -> a prior."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -75,8 +75,7 @@ def save_router(
     folder: Path,
     model: RouterModel,
     drafters: Sequence[str],
-    *,
-    encoder_name: str,
+    encoder: Mapping[str, str],  # where its encoder comes from; "name_or_path" at least
     encoder_digest: str,
 ) -> None:
     """Write the two files of a router; `load_router` gives back the same numbers bit for bit."""
@@ -85,7 +84,7 @@ def save_router(
         "schema_version": SCHEMA_VERSION,
         "feature_version": FEATURE_VERSION,
         "drafters": list(drafters),
-        "encoder": {"name_or_path": encoder_name, "digest": encoder_digest},
+        "encoder": {**encoder, "digest": encoder_digest},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {name: value.detach().contiguous().clone() for name, value in _tensors(model).items()}

@@ -16,7 +16,9 @@ IDENTITY_FILES = ("modules.json", "sentence_bert_config.json", "tokenizer.json")
 class Encoder(Protocol):
     """Turns texts into vectors; `digest` names the weights, so that none are mixed up."""
 
-    digest: str
+    @property
+    def digest(self) -> str:
+        """Identity of the weights."""
 
     def encode(self, texts: Sequence[str]) -> Tensor:  # [N, E] float32 on the CPU
         """One vector a text."""

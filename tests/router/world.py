@@ -16,9 +16,12 @@ TOPICS = {  # acceptance of ("lookup", "small") by topic, as logits
     "reasoning": (-0.2, -1.0),
 }
 WORDS = {
-    "code": "def return class import loop list bug array parser script".split(),
-    "chat": "friend holiday letter advice music dinner story garden feel weather".split(),
-    "reasoning": "apples total solve trains speed percent ratio years sum remainder".split(),
+    topic: words.split()
+    for topic, words in {
+        "code": "def return class import loop list bug array parser script",
+        "chat": "friend holiday letter advice music dinner story garden feel weather",
+        "reasoning": "apples total solve trains speed percent ratio years sum remainder",
+    }.items()
 }
 SPLITS = {"router_train": 30, "validation": 18, "test": 30}  # prompts a topic
 
@@ -65,7 +68,7 @@ class Row:
 def make_rows(
     seed: int, *, informative: bool, spread: float = 0.35, depth_drop: float = 0.3, depth: int = 4
 ) -> list[Row]:
-    """Answers to prompts under two laws. Not informative: topics have no say, only the spread does."""
+    """Answers to prompts under two laws. Not informative: topics have no say, only spread."""
     rng = np.random.default_rng(seed)
     rows = []
     for split, count in SPLITS.items():
