@@ -10,7 +10,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -20,10 +20,21 @@ import torch
 from torch import Tensor
 
 from decode.clock import Clock
-from decode.types import MAX_DRAFT_TOKENS, OFF, Drafter, DraftSession, Target
+from decode.sampling import RowSampler
+from decode.types import (
+    MAX_DRAFT_TOKENS,
+    OFF,
+    Drafter,
+    DraftProposal,
+    DraftSession,
+    Sampling,
+    Target,
+)
+from decode.verification import Draft, Verifier, select_verifier, verify_drafts
 
 SCHEMA = 1
 GROWTH = 2  # tokens by which a measured row grows between two proposals, as an accepted step would
+LAWS = (Sampling(), Sampling(temperature=1.0))  # measured: greedy, sampled
 SYNTHETIC_PERIOD = 23  # tokens after which the repeating synthetic context repeats
 
 
@@ -35,11 +46,27 @@ class Costs:
     verify_seconds: Mapping[int, float]  # by width: tokens read in one target pass, K + 1
     draft_seconds: Mapping[str, Mapping[int, float]]  # by drafter, by number of tokens drafted
     host_seconds: float  # the rest of a step: policy, bookkeeping
+    # the same two tables where tokens are sampled: laws over the vocabulary cost time; empty: as
+    # greedy
+    sampled_verify_seconds: Mapping[int, float] = field(default_factory=dict)
+    sampled_draft_seconds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     first_token_seconds: Mapping[str, float] = field(
         default_factory=dict
     )  # fresh row of context_tokens -> 1 draft
     memory_bytes: Mapping[str, int] = field(default_factory=dict)  # a drafter's own weights
     context_tokens: int = 0  # verified tokens in the rows that were measured
+
+    def under(self, sampling: Sampling) -> "Costs":
+        """The costs that hold under a law: these for a greedy one, the sampled tables for
+        others.
+        """
+        if sampling.greedy or not self.sampled_verify_seconds:
+            return self
+        return replace(
+            self,
+            verify_seconds=self.sampled_verify_seconds,
+            draft_seconds=self.sampled_draft_seconds,
+        )
 
     def verify(self, width: int) -> float:
         """Seconds of one target pass over `width` tokens, verification included."""
@@ -99,8 +126,10 @@ class Costs:
                 f"the costs were measured for {values['key']!r} but this is {key!r}; run "
                 "stage=profile on this machine"
             )
-        values["verify_seconds"] = _table(values["verify_seconds"])
-        values["draft_seconds"] = {name: _table(t) for name, t in values["draft_seconds"].items()}
+        for law in ("", "sampled_"):
+            verify, draft = f"{law}verify_seconds", f"{law}draft_seconds"
+            values[verify] = _table(values[verify])
+            values[draft] = {name: _table(table) for name, table in values[draft].items()}
         values["first_token_seconds"] = {
             n: _number(s) for n, s in values["first_token_seconds"].items()
         }
@@ -184,30 +213,34 @@ def measure_costs(
     repeats: int,
     contexts: Sequence[Sequence[int]] | None = None,
 ) -> Costs:
-    """Medians over `repeats` rounds, sizes interleaved within a round so that a slow moment hits
-    all alike.
+    """Medians over `repeats` rounds, sizes interleaved in a round so that a slow moment hits all
+    alike.
 
     `contexts` are token ids of real text, each cut to `context_tokens`; without them a synthetic
     row that repeats itself and one that does not are used. A drafter's seconds are the mean over
     contexts of its medians.
     """
     given = [list(context)[:context_tokens] for context in contexts or []]
-    rows = [row for row in given if len(row) >= 2] or synthetic_contexts(
-        target.vocab_size, context_tokens
-    )
-    timer = _Timer(clock, target.device)
-    drafting = {
-        name: _measure_drafter(d, rows, timer, draft_lengths, repeats)
-        for name, d in drafters.items()
-    }
-    scored = _measure_target(target, rows[0], timer, sorted({1, *widths}), repeats)
+    rows = [row for row in given if len(row) >= 2]
+    rows = rows or synthetic_contexts(target.vocab_size, context_tokens)
+    timer = Timer(clock, target.device)
+    greedy, sampled = _measure_target(target, rows[0], timer, sorted({1, *widths}), repeats)
+    drafting: dict[str, list[dict[int, float]]] = {}
+    firsts: dict[str, float] = {}
+    for name, drafter in drafters.items():
+        drafting[name] = [
+            _measure_drafter(drafter, rows, timer, draft_lengths, repeats, law) for law in LAWS
+        ]
+        firsts[name] = _measure_first(drafter, rows[0], timer, repeats)
     return Costs(
         key=costs_key(target),
-        verify_seconds=scored,
-        draft_seconds={name: table for name, (table, _) in drafting.items()},
-        host_seconds=_measure_host(timer, repeats),
-        first_token_seconds={name: first for name, (_, first) in drafting.items()},
-        memory_bytes={name: d.memory_bytes for name, d in drafters.items()},
+        verify_seconds=greedy,
+        draft_seconds={name: tables[0] for name, tables in drafting.items()},
+        sampled_verify_seconds=sampled,
+        sampled_draft_seconds={name: tables[1] for name, tables in drafting.items()},
+        host_seconds=0.0,  # known from the records of a decoder that has run
+        first_token_seconds=firsts,
+        memory_bytes={name: drafter.memory_bytes for name, drafter in drafters.items()},
         context_tokens=round(fmean(len(row) for row in rows)),
     )
 
@@ -227,72 +260,76 @@ def synthetic_contexts(vocab_size: int, num_tokens: int) -> list[list[int]]:
     return [[ids[i % min(SYNTHETIC_PERIOD, num_tokens)] for i in range(num_tokens)], ids]
 
 
-class _Timer:
+class Timer:
     """Reads the clock after the device has finished, so that queued kernels are counted."""
 
     def __init__(self, clock: Clock, device: str) -> None:
         self.clock = clock
-        self.cuda = torch.device(device).type == "cuda"
-        self.device = device
+        self.device = torch.device(device)
 
     def now(self) -> float:
-        if self.cuda:
+        """Seconds since some fixed moment."""
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self.clock.now()
 
 
-class _Greedy:
-    """Draws the maximum; the measured work of a drafter is its own."""
-
-    greedy = True
-
-    def draw(self, logits: Tensor) -> int:
-        return int(logits.argmax())
-
-
 def _measure_target(
-    target: Target, row: Sequence[int], timer: _Timer, widths: Sequence[int], repeats: int
-) -> dict[int, float]:
+    target: Target, row: Sequence[int], timer: Timer, widths: Sequence[int], repeats: int
+) -> list[dict[int, float]]:
+    """Seconds to score and verify by width, under each law."""
+    verifier = select_verifier(target.device)
     widths = [width for width in widths if len(row) - 1 + width <= target.max_context]
     session = target.open()
     target.prefill(session, row[:-1])
-    seconds: dict[int, list[float]] = {width: [] for width in widths}
+    seconds: list[dict[int, list[float]]] = [{width: [] for width in widths} for _ in LAWS]
     for turn in range(repeats + 1):  # the first turn warms up
         for width in widths:
             tokens = [row[(len(row) - 1 + i) % len(row)] for i in range(width)]
             start = timer.now()
             logits = target.score([session], [tokens])
-            logits.argmax(-1).tolist()  # verification reads its answer back too
-            end = timer.now()
+            scored = timer.now() - start
+            for law, table in zip(LAWS, seconds, strict=True):
+                start = timer.now()
+                _verify(verifier, logits, tokens[1:], law)
+                if turn:
+                    table[width].append(scored + timer.now() - start)
             target.rollback(session, len(row) - 1)
-            if turn:
-                seconds[width].append(end - start)
-    return {width: median(values) for width, values in seconds.items()}
+    return [{width: median(found) for width, found in table.items()} for table in seconds]
+
+
+def _verify(verifier: Verifier, logits: Tensor, draft: list[int], law: Sampling) -> None:
+    """What a step does with the logits: verify a draft that has its own law, and read the
+    answer.
+    """
+    rows = None if law.greedy or not draft else logits[0, : len(draft)]
+    proposal = DraftProposal(draft, rows, "")
+    uniforms = [0.5] * (len(draft) + 1)
+    verify_drafts(verifier, logits, [Draft(proposal, law, uniforms, None)]).token_ids.tolist()
 
 
 def _measure_drafter(
     drafter: Drafter,
     rows: Sequence[Sequence[int]],
-    timer: _Timer,
+    timer: Timer,
     lengths: Sequence[int],
     repeats: int,
-) -> tuple[dict[int, float], float]:
-    """Seconds by number of tokens (NaN where it never proposed), and seconds to a fresh row's first
-    draft.
-    """
-    measured = [_measure_row(drafter, row, timer, lengths, repeats) for row in rows]
-    tables = [table for table, _ in measured]
-    mean = {
-        k: fmean(found) if (found := [t[k] for t in tables if k in t]) else math.nan
-        for k in lengths
-    }
-    return mean, median(first for _, first in measured)
+    law: Sampling,
+) -> dict[int, float]:
+    """Seconds by number of tokens, the mean over rows; NaN where it never proposed."""
+    tables = [_measure_row(drafter, row, timer, lengths, repeats, law) for row in rows]
+    found = {k: [table[k] for table in tables if k in table] for k in lengths}
+    return {k: fmean(values) if values else math.nan for k, values in found.items()}
 
 
 def _measure_row(
-    drafter: Drafter, row: Sequence[int], timer: _Timer, lengths: Sequence[int], repeats: int
-) -> tuple[dict[int, float], float]:
-    firsts = [_propose(drafter.open(), row, 1, timer)[0] for _ in range(min(repeats, 3) + 1)][1:]
+    drafter: Drafter,
+    row: Sequence[int],
+    timer: Timer,
+    lengths: Sequence[int],
+    repeats: int,
+    law: Sampling,
+) -> dict[int, float]:
     seconds: dict[int, list[float]] = {k: [] for k in lengths}
     session, length = drafter.open(), len(row)
     for turn in range(repeats + 1):  # the first turn warms up
@@ -300,25 +337,25 @@ def _measure_row(
             length += GROWTH
             if length > len(row):  # a row only grows, so begin again with a fresh one
                 session, length = drafter.open(), len(row) // 2 + 1
-                _propose(session, row[:length], 1, timer)
-            spent, num_drafted = _propose(session, row[:length], k, timer)
+                _propose(session, row[:length], 1, timer, law)
+            spent, num_drafted = _propose(session, row[:length], k, timer, law)
             if turn and num_drafted:
                 seconds[k].append(spent)
-    return {k: median(values) for k, values in seconds.items() if values}, median(firsts)
+    return {k: median(values) for k, values in seconds.items() if values}
 
 
-def _propose(session: DraftSession, row: Sequence[int], k: int, timer: _Timer) -> tuple[float, int]:
+def _measure_first(drafter: Drafter, row: Sequence[int], timer: Timer, repeats: int) -> float:
+    """Seconds from a fresh row to its first draft; the first try warms up."""
+    tries = [
+        _propose(drafter.open(), row, 1, timer, LAWS[0])[0] for _ in range(min(repeats, 3) + 1)
+    ]
+    return median(tries[1:])
+
+
+@torch.inference_mode()
+def _propose(
+    session: DraftSession, row: Sequence[int], k: int, timer: Timer, law: Sampling
+) -> tuple[float, int]:
     start = timer.now()
-    proposal = session.propose(row, k, _Greedy())
+    proposal = session.propose(row, k, RowSampler(law, lambda depth: 0.5, None))
     return timer.now() - start, len(proposal.token_ids)
-
-
-def _measure_host(timer: _Timer, repeats: int) -> float:
-    """What reading the clock at every part of a step costs; the decoder's own records say the
-    rest.
-    """
-    seconds = []
-    for _ in range(repeats + 1):
-        start = timer.now()
-        seconds.append(timer.now() - start)
-    return median(seconds)

@@ -14,7 +14,7 @@ import numpy as np
 from decode.costs import Costs
 from decode.policies.base import PolicyConfig, check_draft_lengths, off, require_costs
 from decode.policies.belief import Belief, Floats
-from decode.policies.pricing import PriceList, Pricing, arms_on_offer, best_arm
+from decode.policies.pricing import Prices, Pricing, arms_on_offer, best_arm
 from decode.types import OFF, Choice, PolicySession, Request, StepRecord
 
 LONGEST_PAUSE = (
@@ -48,9 +48,7 @@ class PosteriorConfig(PolicyConfig):
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "PosteriorPolicy":
         self.check()
         lengths = check_draft_lengths(self.draft_lengths)
-        return PosteriorPolicy(
-            self, lengths, PriceList(require_costs(costs, "posterior"), drafters)
-        )
+        return PosteriorPolicy(self, lengths, Prices(require_costs(costs, "posterior"), drafters))
 
     def check(self) -> None:
         """Raise ValueError at a value outside its range."""
@@ -79,7 +77,7 @@ class PosteriorConfig(PolicyConfig):
 class PosteriorPolicy:
     """Greedy on the posterior mean; nothing is kept from one row to the next."""
 
-    def __init__(self, config: PosteriorConfig, lengths: Sequence[int], prices: PriceList) -> None:
+    def __init__(self, config: PosteriorConfig, lengths: Sequence[int], prices: Prices) -> None:
         self.config, self.lengths, self.prices = config, lengths, prices
 
     def open(self, request: Request) -> PolicySession:
@@ -92,10 +90,11 @@ class PosteriorSession:
     def __init__(self, policy: PosteriorPolicy, request: Request) -> None:
         config = policy.config
         self.policy = policy
+        self.prices = policy.prices.under(request.sampling)
         self.position = self.num_prompt_tokens = request.num_prompt_tokens
         self.max_new_tokens = request.max_new_tokens
         self.belief = Belief(
-            policy.prices.drafters,
+            self.prices.drafters,
             request.prior,
             population_share=config.population_share,
             population_spread=config.population_spread,
@@ -103,7 +102,7 @@ class PosteriorSession:
             likelihood_power=config.likelihood_power,
         )
         self.pricing = Pricing(
-            policy.prices,
+            self.prices,
             rate_memory=config.rate_memory,
             cost_memory=config.cost_memory,
             switch_horizon=config.switch_horizon,
@@ -113,7 +112,7 @@ class PosteriorSession:
         self.pause = config.probe_every
 
     def choose(self, offers: Mapping[str, int]) -> Choice:
-        arms = arms_on_offer(self.policy.prices.drafters, offers, self.policy.lengths)
+        arms = arms_on_offer(self.prices.drafters, offers, self.policy.lengths)
         plain = self.pricing.plain_seconds
         if not arms:
             return off("nothing offered", plain)
@@ -134,13 +133,13 @@ class PosteriorSession:
             reason = "probe"
         else:
             return off("cost", plain)
-        name = self.policy.prices.drafters[index]
+        name = self.prices.drafters[index]
         return Choice(name, k, reason, float(expected[index, k]), float(seconds[index, k]))
 
     def learn(self, record: StepRecord) -> None:
         self.position = record.position + record.num_emitted
         self.pricing.observe(record)
-        index = self.policy.prices.index.get(record.drafter)
+        index = self.prices.index.get(record.drafter)
         if index is not None:
             self.belief.observe(index, record.num_accepted, record.num_drafted)
         self.belief.drift()

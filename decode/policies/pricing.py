@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode.costs import Costs
-from decode.types import MAX_DRAFT_TOKENS, OFF, StepRecord
+from decode.types import MAX_DRAFT_TOKENS, OFF, Sampling, StepRecord
 
 log = logging.getLogger(__name__)
 Floats = NDArray[np.float64]
@@ -24,12 +24,25 @@ PLAUSIBLE = (
 TIE = 1e-9  # scores closer than this are equal, and the smaller arm wins
 
 
-class PriceList:
-    """The profile as arrays: seconds by drafter and number of drafted tokens; shared by all rows of
-    a policy.
-    """
+class Prices:
+    """The price lists of a policy: what an arm costs depends on whether tokens are sampled."""
 
     def __init__(self, costs: Costs, drafters: Sequence[str]) -> None:
+        said: set[str] = set()
+        self.costs, self.drafters = costs, tuple(drafters)
+        self.greedy = PriceList(costs, drafters, said)
+        sampled = costs.under(Sampling(temperature=1.0))
+        self.sampled = self.greedy if sampled is costs else PriceList(sampled, drafters, said)
+
+    def under(self, sampling: Sampling) -> "PriceList":
+        """The prices that hold under a law."""
+        return self.greedy if sampling.greedy else self.sampled
+
+
+class PriceList:
+    """The profile under one law as arrays: seconds by drafter and number of drafted tokens."""
+
+    def __init__(self, costs: Costs, drafters: Sequence[str], said: set[str]) -> None:
         depths = range(MAX_DRAFT_TOKENS + 1)
         self.costs = costs
         self.drafters = tuple(drafters)
@@ -41,10 +54,11 @@ class PriceList:
             [[costs.draft(n, k) for k in depths] for n in drafters]
         )  # [N, D + 1]
         self.draft = self.draft.reshape(len(self.drafters), MAX_DRAFT_TOKENS + 1)
-        self.said: set[str] = set()
-        if not np.isfinite(self.target[0]):
+        self.said = said  # what was warned of already
+        if not 0 < self.target[0] < np.inf:
             raise ValueError(
-                "the seconds of plain decoding are not a number; run stage=profile again"
+                f"plain decoding takes {self.target[0]} seconds a step by these costs; run "
+                "stage=profile again"
             )
         for name, row in zip(self.drafters, self.draft, strict=True):
             if not np.isfinite(row + self.target).all():

@@ -9,7 +9,7 @@ from decode.costs import Costs
 from decode.policies.base import PolicyConfig, check_draft_lengths, require_costs
 from decode.policies.belief import Belief
 from decode.policies.fixed import FixedPolicy, FixedSession
-from decode.policies.pricing import PriceList
+from decode.policies.pricing import Prices
 from decode.types import OFF, PolicySession, Request
 
 
@@ -20,14 +20,14 @@ class RouterOnlyConfig(PolicyConfig):
     draft_lengths: list[int]
 
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "RouterOnlyPolicy":
-        prices = PriceList(require_costs(costs, "router_only"), drafters)
+        prices = Prices(require_costs(costs, "router_only"), drafters)
         return RouterOnlyPolicy(check_draft_lengths(self.draft_lengths), prices)
 
 
 class RouterOnlyPolicy:
     """Prices every arm once, when a row opens."""
 
-    def __init__(self, lengths: Sequence[int], prices: PriceList) -> None:
+    def __init__(self, lengths: Sequence[int], prices: Prices) -> None:
         self.lengths, self.prices = lengths, prices
 
     def open(self, request: Request) -> PolicySession:
@@ -48,10 +48,11 @@ class RouterOnlyPolicy:
             likelihood_power=1.0,
         )
         tokens = belief.expected_tokens()
-        best, arm = 1 / self.prices.costs.plain_seconds, (OFF, 0)
+        costs = self.prices.costs.under(request.sampling)
+        best, arm = 1 / costs.plain_seconds, (OFF, 0)
         for index, name in enumerate(self.prices.drafters):
             for k in self.lengths:
-                rate = float(tokens[index, k]) / self.prices.costs.step_seconds(name, k)
+                rate = float(tokens[index, k]) / costs.step_seconds(name, k)
                 if rate > best:  # False for NaN, which drops the arm
                     best, arm = rate, (name, k)
         return arm

@@ -15,7 +15,7 @@ from decode.policies.base import check_draft_lengths, require_costs
 from decode.policies.belief import Floats
 from decode.policies.flat import FlatArms
 from decode.policies.posterior import PosteriorConfig, PosteriorPolicy, PosteriorSession
-from decode.policies.pricing import PriceList
+from decode.policies.pricing import Prices
 from decode.types import Choice, PolicySession, Request, StepRecord
 
 UNPLAYED_SD = 0.25  # of an arm's reward, until two plays say better
@@ -34,7 +34,7 @@ class ThompsonConfig(PosteriorConfig):
             raise ValueError(
                 f"policy.spread={self.spread} and reward_cap={self.reward_cap} must be positive"
             )
-        prices = PriceList(require_costs(costs, "thompson"), drafters)
+        prices = Prices(require_costs(costs, "thompson"), drafters)
         self.check()
         return ThompsonPolicy(self, check_draft_lengths(self.draft_lengths), prices, seed)
 
@@ -43,7 +43,7 @@ class ThompsonPolicy(PosteriorPolicy):
     """Nothing is kept from one row to the next."""
 
     def __init__(
-        self, config: ThompsonConfig, lengths: Sequence[int], prices: PriceList, seed: int
+        self, config: ThompsonConfig, lengths: Sequence[int], prices: Prices, seed: int
     ) -> None:
         super().__init__(config, lengths, prices)
         self.thompson, self.seed = config, seed
@@ -53,7 +53,7 @@ class ThompsonPolicy(PosteriorPolicy):
         generator = np.random.default_rng(int.from_bytes(key[:16], "big"))
         if self.thompson.structured:
             return ThompsonSession(self, request, generator, self.thompson.spread)
-        arms = FlatArms(self.prices, self.lengths, self.thompson.reward_cap)
+        arms = FlatArms(self.prices.under(request.sampling), self.lengths, self.thompson.reward_cap)
         return FlatThompsonSession(arms, generator, self.thompson.spread)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from decode.costs import Costs
 from decode.policies.base import PolicyConfig, check_draft_lengths, require_costs
 from decode.policies.flat import FlatArms
-from decode.policies.pricing import PriceList
+from decode.policies.pricing import Prices
 from decode.types import Choice, PolicySession, Request, StepRecord
 
 
@@ -30,22 +30,22 @@ class Ucb1Config(PolicyConfig):
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "Ucb1Policy":
         if self.reward_cap <= 0:
             raise ValueError(f"policy.reward_cap={self.reward_cap} must be positive")
-        prices = PriceList(require_costs(costs, "ucb1"), drafters)
+        prices = Prices(require_costs(costs, "ucb1"), drafters)
         return Ucb1Policy(self, check_draft_lengths(self.draft_lengths), prices)
 
 
 class Ucb1Policy:
     """Holds the arms where they persist."""
 
-    def __init__(self, config: Ucb1Config, lengths: Sequence[int], prices: PriceList) -> None:
+    def __init__(self, config: Ucb1Config, lengths: Sequence[int], prices: Prices) -> None:
         self.config, self.lengths, self.prices = config, lengths, prices
-        self.shared = self._fresh() if config.persist else None
+        self.kept: dict[bool, FlatArms] = {}  # by whether the law is greedy: their costs differ
 
     def open(self, request: Request) -> PolicySession:
-        return Ucb1Session(self.shared or self._fresh(), self.config.exploration)
-
-    def _fresh(self) -> FlatArms:
-        return FlatArms(self.prices, self.lengths, self.config.reward_cap)
+        arms = FlatArms(self.prices.under(request.sampling), self.lengths, self.config.reward_cap)
+        if self.config.persist:
+            arms = self.kept.setdefault(request.sampling.greedy, arms)
+        return Ucb1Session(arms, self.config.exploration)
 
 
 class Ucb1Session:
