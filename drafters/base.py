@@ -1,7 +1,7 @@
 """What every kind of drafter has: a config that builds it, and the pieces it is built from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,21 +45,21 @@ class DrafterConfig(ABC):
 
 
 def target_parts(target: Any) -> TargetParts:
-    """The shareable pieces of a target backend, which must hold a Hugging Face model and its tokenizer."""
+    """The shareable pieces of a target backend, which must hold a transformers model."""
     if isinstance(target, TargetParts):
         return target
     missing = [name for name in ("model", "tokenizer", "vocab_size") if not hasattr(target, name)]
     if missing:
         raise ValueError(
-            f"{type(target).__name__} has no {', '.join(missing)}, so no drafter can share its parts; "
-            "pass a target of the transformers backend, or drafters that are already built"
+            f"{type(target).__name__} has no {', '.join(missing)}, so no drafter can share "
+            "its parts; pass a target of the transformers backend, or drafters built already"
         )
     name = getattr(target, "name_or_path", None) or getattr(target.model, "name_or_path", "")
     return TargetParts(target.model, target.tokenizer, target.vocab_size, str(name))
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many first tokens two sequences of one type share; compares slices, so thousands take microseconds."""
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """How many first tokens two lists share; compares slices, so thousands take microseconds."""
     high = min(len(left), len(right))
     if left[:high] == right[:high]:
         return high

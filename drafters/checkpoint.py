@@ -1,6 +1,7 @@
-"""A drafter on disk: drafter.json (what it is, and the digest of its weights) beside model.safetensors.
+"""A drafter on disk: drafter.json (what it is, and its weights' digest) and model.safetensors.
 
-Each file appears whole or not at all, the description last; a pair that does not belong together is refused.
+Each file appears whole or not at all, the description last; a pair that does not belong together
+is refused.
 """
 
 import hashlib
@@ -49,8 +50,8 @@ def read_description(folder: Path, kind: str) -> dict[str, Any]:
     found = (description.get("kind"), description.get("format_version"))
     if found != (kind, FORMAT_VERSION):
         raise ValueError(
-            f"{path} describes kind {found[0]!r}, format {found[1]!r}, but kind {kind!r}, format {FORMAT_VERSION} "
-            "is needed here; name the folder of a matching drafter"
+            f"{path} describes kind {found[0]!r} in format {found[1]!r}, but {kind!r} in format "
+            f"{FORMAT_VERSION} is needed here; name the folder of a matching drafter"
         )
     return description
 

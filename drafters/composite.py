@@ -1,4 +1,4 @@
-"""Lookup where it matches, else a model: copying is free and often right, and a model guesses what is new."""
+"""Lookup where it matches, else a model: copying is free, and a model guesses what is new."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +27,14 @@ class CompositeConfig(DrafterConfig):
         for name in self.part_names:
             if name not in context.parts:
                 raise ValueError(
-                    f"the composite needs the pool entry {name!r}, which is not among {sorted(context.parts)}; "
-                    "add it to the pool or name another"
+                    f"the composite needs the pool entry {name!r}, which is not among "
+                    f"{sorted(context.parts)}; add it to the pool or name another"
                 )
         lookup = context.parts[self.lookup]
         if not isinstance(lookup, NgramDrafter):
             raise ValueError(
-                f"lookup={self.lookup} is a {type(lookup).__name__}, not a lookup drafter; name an ngram entry"
+                f"lookup={self.lookup} is a {type(lookup).__name__}, not a lookup drafter; "
+                "name an ngram entry of the pool"
             )
         if self.min_match > lookup.config.max_ngram:
             raise ValueError(
@@ -44,7 +45,7 @@ class CompositeConfig(DrafterConfig):
 
 
 class CompositeSession:
-    """One row in both parts. Parts read whole rows, so each may miss steps, or serve others, and still be right."""
+    """One row in both parts. They read whole rows, so each may miss steps and still be right."""
 
     def __init__(self, config: CompositeConfig, lookup: NgramSession, model: DraftSession) -> None:
         self._config = config
@@ -69,7 +70,7 @@ class CompositeSession:
 
 
 class CompositeDrafter:
-    """Believes the lookup where it matches, else asks the model. Its weights are its parts', so it owns none."""
+    """Believes the lookup where it matches, else asks the model. All weights are its parts'."""
 
     num_parameters = 0
     memory_bytes = 0
@@ -83,7 +84,10 @@ class CompositeDrafter:
         return self.open_shared({})
 
     def open_shared(self, sessions: Mapping[str, DraftSession]) -> CompositeSession:
-        """A fresh row that uses the row's open sessions of its parts, by pool name, and opens what is missing."""
+        """A fresh row on the row's sessions of its parts, by pool name; opens those not given.
+
+        A session may serve the pool and the composite at once: it is told the whole row each time.
+        """
         lookup = sessions.get(self.config.lookup) or self.lookup.open()
         assert isinstance(lookup, NgramSession), "sessions must be those of the parts"
         return CompositeSession(

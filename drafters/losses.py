@@ -1,18 +1,19 @@
-"""Distances between a teacher's law and a drafter's, per token, in float32, over the draft vocabulary D.
+"""Distances between a teacher's law p and a drafter's q, per token, in float32.
 
-The teacher is known by all its logits, or by its k largest with the log-sum-exp of all. In both cases
-p_i = exp(logit_i - lse) are its exact probabilities of the ids that are known (temperature 1, no truncation).
+D are the ids that the drafter can propose; q is a law over D. The teacher is known by all its V
+logits, or by its k largest with the log-sum-exp of all: p_i = exp(logit_i - lse) is exact for every
+known id either way (temperature 1, nothing truncated).
 
-forward_kl  S = known ids that lie in D, m = sum of p over S.  m * KL(p / m || q) = sum_S p (log p - log m - log q).
-            What lies outside S, the truncated tail and ids the drafter cannot propose, is left out, and the token
-            counts by the mass m that is left. With all logits S = D and nothing is truncated. The error of a
-            truncated sum is at most the missing mass times the largest -log q, plus the entropy of the cut.
-others      are dense over D: the tail's exact mass 1 - (sum over known ids) is spread evenly over the V - k unknown
-            ids, and the part of all this that falls in D has mass m.
-reverse_kl  m * KL(q || p / m)
-jsd         m * (KL(p / m || a) + KL(q || a)) / 2, a the mean of the two laws
-tv          1 - sum_D min(p, q): exactly the chance that one drafted token is rejected (arXiv 2211.17192, 3.5);
-            p is not renormalised, so ids outside D count as lost.
+forward_kl  S = known ids in D, m = sum of p over S:
+            m KL(p/m || q) = sum_S p (log p - log m - log q).
+            What lies outside S (the truncated tail, and ids outside D) is left out, and the token
+            counts by the mass that is left. All logits known: S = D, nothing is truncated.
+others      dense over D: the tail's exact mass, 1 - (sum over known ids), is spread evenly over the
+            V - k unknown ids; m is the mass of all this in D.
+reverse_kl  m KL(q || p/m)
+jsd         m (KL(p/m || a) + KL(q || a)) / 2, with a the mean of the two laws
+tv          1 - sum_D min(p, q): exactly the chance that a drafted token is rejected
+            (arXiv 2211.17192, theorem 3.5). p is not renormalised, so ids outside D count as lost.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ TINY = 1e-30  # keeps log of an exact zero finite; far below any float32 probabi
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's law at N positions: `ids` None means that `logits` has one column for each of V ids."""
+    """The target's law at N positions; `ids` None: `logits` has a column for each of V ids."""
 
     logits: Tensor  # [N, k] raw, or [N, V]
     lse: Tensor  # [N] log-sum-exp of all V raw logits
@@ -45,7 +46,7 @@ class Teacher:
         return found.clamp(min=0), probs, found >= 0
 
     def dense(self, columns: Tensor, num_columns: int) -> Tensor:  # [N, C]
-        """Probabilities of the draft columns, the unknown tail spread evenly; rows sum to the mass inside D."""
+        """Probabilities of the draft columns, the tail spread evenly; rows sum to the mass in D."""
         found, probs, inside = self.known(columns)
         num_unknown = self.vocab_size - probs.shape[-1]
         tail = (1 - probs.sum(-1, keepdim=True)).clamp(min=0) / max(1, num_unknown)
@@ -60,7 +61,7 @@ class Teacher:
 def cross_entropy(
     logits: Tensor, token_ids: Tensor, columns: Tensor
 ) -> Tensor:  # [N, C], [N], [V] -> [N]
-    """-log q of the token that came; 0 where the drafter cannot propose it, as it cannot learn to."""
+    """-log q of the token that came; 0 where the drafter cannot propose it, nor learn to."""
     found = columns[token_ids]
     losses = torch.nn.functional.cross_entropy(logits.float(), found.clamp(min=0), reduction="none")
     return torch.where(found >= 0, losses, 0.0)

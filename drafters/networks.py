@@ -1,4 +1,4 @@
-"""Networks that turn token ids into draft logits: cut out of a Llama-family model, or any causal LM whole."""
+"""Networks that turn token ids into draft logits: cut out of a model, or any causal LM whole."""
 
 import copy
 from abc import abstractmethod
@@ -8,64 +8,72 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-LLAMA_FAMILY = "model.layers, model.embed_tokens, model.norm, model.rotary_emb and a bias-free lm_head, as Llama, Mistral, Qwen2 and Qwen3 have"
-# Configs that change logits outside the parts above: a cut would silently have another law than its model.
+LLAMA_FAMILY = (
+    "model.layers, model.embed_tokens, model.norm, model.rotary_emb and a bias-free lm_head, "
+    "as Llama, Mistral, Qwen2 and Qwen3 have"
+)
+# Settings that change logits outside the parts above: a cut would not have its model's law.
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_softcapping", "logits_scaling", "logit_scale")
 
 
 class DraftNetwork(nn.Module):
-    """Token ids -> logits over draft columns; what training optimises and a session decodes with."""
+    """Token ids -> logits over draft columns; what training optimises and a session decodes with.
+
+    Its precision is chosen when it is built: to(dtype) would round the rotary frequencies too.
+    """
 
     draft_ids: Tensor | None  # [C] ascending ids of the draft columns; None: column c is id c
     model_config: Any  # of the donor's kind, with the number of layers that are in use
 
     @abstractmethod
     def forward(
-        self, token_ids: Tensor, attention_mask: Tensor | None = None, keep: Tensor | None = None
-    ) -> (
-        Tensor
-    ):  # [B, T] right-padded -> [B, T, C]; with keep [B, T] bool of N true entries -> [N, C]
+        self,
+        token_ids: Tensor,  # [B, T], padded at the end
+        attention_mask: Tensor | None = None,  # [B, T]
+        keep: Tensor | None = None,  # [B, T] bool, N true entries
+    ) -> Tensor:  # [B, T, C]; with keep [N, C]
         """Teacher-forced logits: position i holds the law of token i + 1."""
 
     @abstractmethod
     def next_logits(self, token_ids: Tensor, cache: DynamicCache) -> Tensor:  # [1, n] -> [C]
         """Read n more tokens into the cache; the law of the token after the last."""
 
+    @abstractmethod
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What training can change and what says how to read it, each tensor once, by name."""
+
 
 class CutNetwork(DraftNetwork):
     """Some layers of a donor, its embedding, a copy of its final norm, and its head or rows of it.
 
-    `shared` says that the donor is the target: embedding and full head then stay the target's, outside of this
-    module's parameters. The layers and the norm are copies and are trained. The head is trained only with `train_head`.
+    `shared` says that the donor is the target: embedding and full head then stay the target's,
+    outside of this module's parameters. Layers and norm are copies and are trained; embedding and
+    full head never are. The head is a trained copy only with `train_head`.
     """
 
     def __init__(
         self,
         donor: nn.Module,
         layers: list[int],
+        *,
         train_head: bool,
         dtype: torch.dtype,
         shared: bool,
     ) -> None:
         super().__init__()
-        self.trunk = cut_trunk(donor, layers, dtype, copied=shared or bool(layers))
+        self.trunk: Any = cut_trunk(donor, layers, dtype, copied=shared or bool(layers))
         self.model_config = self.trunk.config
+        self.donor_class = type(donor).__name__
         self.train_head = train_head
-        self.shared = shared
-        frozen = (donor.get_input_embeddings(), donor.get_output_embeddings())
-        if shared:
-            self._borrowed = frozen  # a tuple hides them from parameters(), state_dict() and to()
-        else:
-            self.embedding, self.full_head = (module.requires_grad_(False) for module in frozen)
+        model: Any = donor
+        frozen = (model.get_input_embeddings(), model.get_output_embeddings())
+        self._frozen: tuple[nn.Embedding, nn.Linear] = frozen  # a tuple hides them from nn.Module
+        if not shared:
+            self.embedding, self.full_head = (part.requires_grad_(False) for part in frozen)
         self.register_buffer("draft_ids", None)
         self.register_buffer("head_rows", None, persistent=False)
         self.register_parameter("head", None)
         self.set_draft_ids(None)
-
-    @property
-    def frozen_parts(self) -> tuple[nn.Embedding, nn.Linear]:
-        """The donor's embedding and full head."""
-        return self._borrowed if self.shared else (self.embedding, self.full_head)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,7 +81,7 @@ class CutNetwork(DraftNetwork):
 
     def set_draft_ids(self, draft_ids: Tensor | None) -> None:
         """Choose the draft columns; the head becomes the donor's rows for them again."""
-        rows = self.frozen_parts[1].weight.detach()
+        rows = self._frozen[1].weight.detach()
         self.draft_ids = None if draft_ids is None else draft_ids.to(rows.device)
         if self.draft_ids is not None:
             rows = rows[self.draft_ids]
@@ -81,13 +89,22 @@ class CutNetwork(DraftNetwork):
             self.head = nn.Parameter(rows.to(self.dtype, copy=True))
         elif self.draft_ids is not None:
             self.head_rows = rows.to(self.dtype)
-        else:
-            self.head_rows = None  # the donor's own head answers
 
     def head_weight(self) -> Tensor:  # [C, hidden size]
+        """Rows that answer: trained, gathered, or all of the donor's."""
         if self.head is not None:
             return self.head
-        return self.frozen_parts[1].weight if self.head_rows is None else self.head_rows
+        return self._frozen[1].weight if self.head_rows is None else self.head_rows
+
+    def full_head_weight(self) -> Tensor:  # [V, hidden size]
+        """The donor's head with this network's rows at the draft ids."""
+        rows = self._frozen[1].weight.detach().to(self.dtype, copy=True)
+        columns = slice(None) if self.draft_ids is None else self.draft_ids
+        rows[columns] = self.head_weight().detach().to(self.dtype)
+        return rows
+
+    def embedding_weight(self) -> Tensor:  # [V, hidden size]
+        return self._frozen[0].weight.detach()
 
     def forward(
         self, token_ids: Tensor, attention_mask: Tensor | None = None, keep: Tensor | None = None
@@ -103,8 +120,12 @@ class CutNetwork(DraftNetwork):
         ).last_hidden_state
         return self._project(states[0, -1])
 
+    def own_tensors(self) -> dict[str, Tensor]:
+        frozen = ("embedding.", "full_head.")
+        return {n: t for n, t in _each_once(self).items() if not n.startswith(frozen)}
+
     def _embed(self, token_ids: Tensor) -> Tensor:
-        return self.frozen_parts[0](token_ids).to(self.dtype)
+        return self._frozen[0](token_ids).to(self.dtype)
 
     def _project(self, states: Tensor) -> Tensor:
         weight = self.head_weight()
@@ -116,7 +137,7 @@ class WholeNetwork(DraftNetwork):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.model_config = model.config
         self.draft_ids = None
 
@@ -134,27 +155,27 @@ class WholeNetwork(DraftNetwork):
         )
         return out.logits[0, -1]
 
+    def own_tensors(self) -> dict[str, Tensor]:
+        return _each_once(self)
+
 
 def is_llama_family(model: nn.Module) -> bool:
-    """Whether layers of this causal LM can be cut out."""
+    """Whether this causal LM can be taken apart."""
     inner, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     parts = ("layers", "embed_tokens", "norm", "rotary_emb")
     plain = all(getattr(model.config, name, None) in (None, 1, 1.0) for name in LOGIT_CHANGES)
-    return (
-        plain
-        and isinstance(head, nn.Linear)
-        and head.bias is None
-        and all(hasattr(inner, p) for p in parts)
-    )
+    plain_head = isinstance(head, nn.Linear) and head.bias is None
+    return plain and plain_head and all(hasattr(inner, part) for part in parts)
 
 
 def cut_trunk(donor: nn.Module, layers: list[int], dtype: torch.dtype, copied: bool) -> nn.Module:
-    """The donor's inner model with only these layers, in this order, and without its embedding."""
+    """The donor's inner model with only these layers (none named: all), without its embedding."""
     inner: Any = donor.model
     depth = len(inner.layers)
     if not all(-depth <= layer < depth for layer in layers):
         raise ValueError(
-            f"layers={layers} must be layers of the model, which has {depth}: 0..{depth - 1}, or from -1 down"
+            f"layers={layers} names a layer that the model does not have; "
+            f"it has {depth}: 0 to {depth - 1}, or -1 to {-depth} from the end"
         )
     chosen = [layer % depth for layer in layers] or list(range(depth))
     config = copy.deepcopy(inner.config)
@@ -174,7 +195,15 @@ def cut_trunk(donor: nn.Module, layers: list[int], dtype: torch.dtype, copied: b
 
 
 def _adopt(new: nn.Module, old: nn.Module, dtype: torch.dtype, copied: bool) -> None:
-    state = {
-        name: tensor.detach().to(dtype, copy=copied) for name, tensor in old.state_dict().items()
-    }
-    new.load_state_dict(state, assign=True)
+    state = old.state_dict()
+    new.load_state_dict(
+        {name: state[name].detach().to(dtype, copy=copied) for name in state}, assign=True
+    )
+
+
+def _each_once(network: nn.Module) -> dict[str, Tensor]:
+    """The state by name; of tied weights only the first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())

@@ -1,15 +1,15 @@
-"""Lookup: what followed the same last tokens earlier in the prompt or the output will follow them again.
+"""Lookup: what followed the same last tokens earlier, in prompt or output, will follow them again.
 
-The rule. Of the verified tokens' suffixes of max_ngram, max_ngram - 1, ..., min_ngram tokens, the longest that
-also occurs earlier is taken, at its most recent occurrence: the one that ends last, before the end of the text.
-An occurrence may overlap the suffix itself. The proposal is what follows the occurrence; where that runs into
-the end of the text it goes on into the tokens just proposed, so periodic text continues with its period ("a b a
-b a" proposes b, a, b, a, ...). A match therefore always offers `max_offer` tokens.
+The rule. Of the verified tokens' suffixes of max_ngram, max_ngram - 1, ..., min_ngram tokens, the
+longest that also occurs earlier is taken, at its most recent occurrence: the one that ends last,
+before the end of the text. An occurrence may overlap the suffix itself. The proposal is what
+follows the occurrence; where that runs into the end of the text it goes on into the tokens just
+proposed, so periodic text continues with its period: "a b a b a" proposes b, a, b, a and so on.
+A match therefore always offers `max_offer` tokens.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decode.types import MAX_DRAFT_TOKENS, DraftProposal, DraftSampler, Sampling
 from drafters.base import BuildContext, DrafterConfig, common_prefix
+from drafters.checkpoint import read_description, save_drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class NgramConfig(DrafterConfig):
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
-                f"min_ngram={self.min_ngram} and max_ngram={self.max_ngram} must satisfy 1 <= min <= max"
+                f"min_ngram={self.min_ngram} must lie between 1 and max_ngram={self.max_ngram}"
             )
         if not 1 <= self.max_offer <= MAX_DRAFT_TOKENS:
             raise ValueError(
@@ -53,8 +54,8 @@ class Match:
 class NgramIndex:
     """Where each n-gram of a growing text occurred last, with enough memory to take tokens back.
 
-    Invariant: every n-gram of `tokens` that ends before their last token is entered, and none that ends at it,
-    so that looking up the suffix finds an earlier occurrence and never itself.
+    Invariant: every n-gram of `tokens` that ends before their last token is entered, and none that
+    ends at it, so that looking up the suffix finds an earlier occurrence and never itself.
     """
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
@@ -148,6 +149,10 @@ class NgramDrafter:
     def open(self) -> NgramSession:
         return NgramSession(self.config)
 
+    def save(self, folder: Path) -> None:
+        """Write drafter.json; there are no weights."""
+        save_drafter(folder, "ngram", {"config": asdict(self.config)})
+
     def match_lengths(self, token_ids: Sequence[int], num_prompt_tokens: int) -> list[int]:
         """Tokens of the longest match had drafting begun at each answer token; 0: no match."""
         index = NgramIndex(self.config.min_ngram, self.config.max_ngram)
@@ -169,8 +174,9 @@ class NgramDrafter:
     ) -> Tensor:
         """Replay the lookup at every answer token.
 
-        A proposal made without chance is accepted with the target's probability of it. Given the realised
-        answer, that is 1 where the proposed token is the realised one and 0 where it is not, at any temperature.
+        Drafted without chance, a token is accepted when the target draws it: given the answer, 1
+        where the guess is the answer's token and 0 where it is not, at any temperature. After a
+        miss, later depths still compare the same guess with the answer.
         """
         answer = list(token_ids[num_prompt_tokens:])
         accept = torch.full((len(answer), max_depth), torch.nan)
@@ -192,18 +198,13 @@ EVERYDAY = NgramConfig(
 
 
 def from_pretrained(name_or_path: str, target: Any) -> NgramDrafter:
-    """A lookup drafter: from a folder with drafter.json, or plain "ngram" for the everyday settings."""
+    """A lookup drafter: what save() wrote, or plain "ngram" for the everyday settings."""
     if name_or_path == "ngram":
         return NgramDrafter(EVERYDAY)
-    description = Path(name_or_path) / "drafter.json"
-    if not description.exists():
+    config = read_description(Path(name_or_path), "ngram")["config"]
+    if set(config) != {setting.name for setting in fields(NgramConfig)}:
         raise ValueError(
-            f'{description} does not exist; pass "ngram", or a folder saved by a lookup drafter'
+            f"{name_or_path} describes a lookup drafter with other settings ({sorted(config)}) "
+            'than are known here; save it again, or name "ngram"'
         )
-    stored = json.loads(description.read_text(encoding="utf-8"))
-    names = {setting.name for setting in fields(NgramConfig)}
-    if stored.get("kind") != "ngram" or set(stored.get("config", {})) != names:
-        raise ValueError(
-            f"{description} does not describe a lookup drafter; it needs kind ngram and {sorted(names)}"
-        )
-    return NgramDrafter(NgramConfig(**stored["config"]))
+    return NgramDrafter(NgramConfig(**config))

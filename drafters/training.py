@@ -1,7 +1,7 @@
-"""The mathematics of training a drafter: padded batches, the loss of one batch, acceptance on validation answers.
+"""The mathematics of training a drafter: batches, their loss, and acceptance on validation answers.
 
-The loop around it (optimiser, accumulation, checkpoints) belongs to the pipeline. Losses come as a sum and a
-count, so that gradients can be normalised per token over any number of accumulated batches.
+The loop around it (optimiser, accumulation, checkpoints) belongs to the pipeline. Losses come as a
+sum and a count, so that gradients can be normalised per token over any number of batches.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from drafters.vocabulary import columns_of
 
 
 class AnswerLike(Protocol):
-    """A prompt with the target's answer, as the answers artifact keeps it (P prompt tokens, A answer tokens)."""
+    """P prompt tokens and the target's A answer tokens, as the answers artifact keeps them."""
 
     @property
     def token_ids(self) -> Tensor: ...  # [P + A] int64
@@ -67,7 +67,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss summed over tokens, to be divided by a count of tokens that may span several batches."""
+    """A loss summed over tokens, to be divided by a count that may span several batches."""
 
     total: Tensor  # scalar float32, differentiable
     num_tokens: int
@@ -117,17 +117,17 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
         teacher = Teacher(
             teacher.logits.to(device), teacher.lse.to(device), ids, teacher.vocab_size
         )
-    moved = (
+    ids, mask, keep, next_ids = (
         t.to(device) for t in (batch.token_ids, batch.attention_mask, batch.keep, batch.next_ids)
     )
-    return Batch(*moved, teacher)
+    return Batch(ids, mask, keep, next_ids, teacher)
 
 
 def training_loss(network: Trainable, batch: Batch, loss: str, vocab_size: int) -> LossSum:
     """The named loss (one of LOSSES) summed over the batch's answer tokens.
 
-    Every predicted token counts in the normaliser; one that the drafter cannot propose adds nothing to
-    cross-entropy, and to a divergence as much as drafters/losses.py says.
+    Every predicted token counts in the normaliser. One that the drafter cannot propose adds nothing
+    to cross-entropy; what a divergence makes of such ids is said in drafters/losses.py.
     """
     if loss not in LOSSES:
         raise ValueError(f"loss={loss} is not known; choose one of {', '.join(LOSSES)}")
@@ -145,10 +145,10 @@ def training_loss(network: Trainable, batch: Batch, loss: str, vocab_size: int) 
 def validation_acceptance(
     drafter: Drafter, answers: Iterable[AnswerLike], num_draft_tokens: int
 ) -> Tensor:  # [prompts, 2] float64: tokens emitted, target passes
-    """Tokens and passes of decoding each recorded answer; acceptance_length = sum of tokens / sum of passes.
+    """What decoding each recorded answer takes; acceptance_length = sum of tokens / sum of passes.
 
-    Greedy answers: exactly what decoding them would take, as long as the text ends there. Sampled ones: the
-    expected number of passes given the realised text.
+    Greedy answers: exactly the passes that decoding them takes, were the text to end there.
+    Sampled ones: the expected number of passes, given the text that came.
     """
     return (
         torch.tensor([_tokens_and_passes(drafter, answer, num_draft_tokens) for answer in answers])
@@ -173,7 +173,7 @@ def _tokens_and_passes(
 def expected_passes(accept: Tensor) -> float:  # [A, D], NaN: no proposal
     """Target passes that emit A tokens, from acceptance by start and depth.
 
-    begins[t] is the chance that a pass starts at token t; a run of r accepted drafts moves it to t + r + 1.
+    begins[t] is the chance that a pass starts at token t; r accepted drafts move it to t + r + 1.
     """
     chances = accept.nan_to_num(0.0).tolist()
     begins = [1.0] + [0.0] * (len(chances) - 1)

@@ -1,8 +1,8 @@
 """Draft vocabularies: which of the target's ids a drafter may propose, and where its logits belong.
 
-A drafter's own columns are called draft columns (C of them). With a reduced vocabulary, column c stands for
-`draft_ids[c]`; without one, column c is id c. Ids outside the draft vocabulary, and columns that are mere
-padding of a weight matrix, have probability zero.
+A drafter's own columns are called draft columns (C of them). With a reduced vocabulary, column c
+stands for `draft_ids[c]`; without one, column c is id c. Ids outside the draft vocabulary, and
+columns that are mere padding of a weight matrix, have probability zero.
 """
 
 from collections.abc import Iterable
@@ -49,16 +49,16 @@ def count_tokens(sequences: Iterable[Tensor], vocab_size: int) -> Tensor:  # [V]
 def choose_draft_ids(
     num_draft_vocab: int, num_real_ids: int, always: Iterable[int], counts: Tensor | None = None
 ) -> Tensor:  # [num_draft_vocab] int64, ascending
-    """The `always` ids and then the most frequent ones; a tie, or no counts at all, goes to the lower id.
+    """The `always` ids and then the most frequent; ties, or no counts at all, go to lower ids.
 
-    Lower ids are earlier merges of a byte-pair tokenizer, hence a fair stand-in for frequency before any
-    answer has been seen.
+    Lower ids are earlier merges of a byte-pair tokenizer, hence a fair stand-in for frequency
+    before any answer has been seen.
     """
     kept = sorted({token for token in always if 0 <= token < num_real_ids})
     if not len(kept) <= num_draft_vocab <= num_real_ids:
         raise ValueError(
-            f"num_draft_vocab={num_draft_vocab} must lie between {len(kept)} (the special tokens, always kept) "
-            f"and {num_real_ids} (the target's tokens); 0 keeps the whole vocabulary"
+            f"num_draft_vocab={num_draft_vocab} must lie between {len(kept)} (the special tokens, "
+            f"always kept) and {num_real_ids} (the target's tokens); 0 keeps the whole vocabulary"
         )
     order = torch.zeros(num_real_ids) if counts is None else counts[:num_real_ids].double()
     order[kept] = torch.inf
@@ -67,7 +67,7 @@ def choose_draft_ids(
 
 
 def special_ids(tokenizer: Any, model: Any) -> set[int]:
-    """Ids that end a text or structure a chat: a drafter that cannot propose them loses the end of every turn."""
+    """Ids that end a text or structure a chat: without them every end of a turn is a rejection."""
     found = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     for config in (model.config, getattr(model, "generation_config", None)):
         eos = getattr(config, "eos_token_id", None)
