@@ -66,7 +66,9 @@ class FakeTarget:
     device = "cpu"
 
     def __init__(self, clock: Ticking) -> None:
-        self.clock, self.rows, self.passes = clock, [], {}
+        self.clock = clock
+        self.rows: list[FakeSession] = []
+        self.passes: dict[int, int] = {}
 
     def open(self) -> FakeSession:
         self.rows.append(FakeSession())
@@ -101,6 +103,9 @@ class FakeDrafter:
 
     def open(self) -> "FakeDraftSession":
         return FakeDraftSession(self)
+
+    def score(self, *args: Any) -> Tensor:
+        raise AssertionError("measuring never scores")
 
 
 class FakeDraftSession:
