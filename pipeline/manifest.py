@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import sha256
+from pipeline.digests import digest, sha256
 from pipeline.files import write_json
 from pipeline.runtime import hardware
 
@@ -28,8 +28,34 @@ PACKAGES = (
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished artifact."""
-    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    """The manifest of a finished artifact; raises ValueError where the file is not one."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["identity"]["stage"], content["files"], content["metrics"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged; delete {folder} and run the stage again") from error
+    return content
+
+
+def check_files(folder: Path) -> None:
+    """Raise ValueError unless every file of a finished artifact is as it was written.
+
+    A file is read again only where its size or times changed since its digest was last taken.
+    """
+    manifest = read_manifest(folder)
+    for name, facts in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            wrong = "is missing"
+        elif path.stat().st_size != facts["bytes"]:
+            wrong = f"has {path.stat().st_size} bytes instead of {facts['bytes']}"
+        elif digest(path) != facts["sha256"]:
+            wrong = "is not what was written (its SHA-256 differs)"
+        else:
+            continue
+        stage = manifest["identity"]["stage"]
+        raise ValueError(f"{path} {wrong}; delete {folder} and run stage={stage} again")
 
 
 def finish(out: Path, identity: dict[str, Any], metrics: dict[str, Any], started: float) -> None:

@@ -2,17 +2,23 @@
 
 import hashlib
 import json
+import logging
 import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pipeline.manifest import MANIFEST, finish, read_manifest
+from drafters.base import DrafterConfig
+from pipeline.digests import model_identity
+from pipeline.manifest import MANIFEST, check_files, finish, read_manifest
+from pipeline.models import Source
 from pipeline.runtime import Runtime, hardware
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,9 @@ class Stage(ABC):
     format_version: ClassVar[int] = 1  # raise it when the artifact's layout or meaning changes
     times: ClassVar[bool] = False  # measures seconds: its artifact belongs to one machine
     summary: ClassVar[str] = ""  # one line for the menu
-    resumes: ClassVar[bool] = (
-        False  # run() continues from what it finds in `out`; else `out` is emptied
-    )
+    resumes: ClassVar[bool] = False  # run() goes on from what is in `out`; else `out` is emptied
+    repeats: ClassVar[bool] = False  # what it shows is the point: it runs whenever it is asked for
+    whole: ClassVar[bool] = False  # asking for it is asking for all that it needs, force included
 
     def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
         """Name each input and the stage that makes it."""
@@ -78,9 +84,19 @@ class Artifact:
             return False
         if read_manifest(self.folder)["identity"] != self.identity:
             raise ValueError(
-                f"{self.folder} was built from another identity; delete the folder and run again"
+                f"{self.folder} was built from another identity; delete the folder and run "
+                f"stage={self.stage} again"
             )
         return True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call of Pipeline.run may build, and what it has seen to already."""
+
+    build: bool  # what is missing upstream
+    force: bool  # everything, though it is there
+    settled: set[Path] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -98,8 +114,13 @@ class Pipeline:
     on_finish: Callable[[Artifact], None] = lambda artifact: None
 
     def run(self, name: str) -> Path:
-        """The finished artifact of the stage, built now if it is not there yet."""
-        return self._run(name, self.groups, asked_for=True)
+        """The finished artifact of the stage, built now if it is not there yet.
+
+        Raises ValueError where something upstream is missing and may not be built, or is damaged.
+        """
+        whole = self.stages[name].whole
+        plan = Plan(build=self.build_missing or whole, force=self.force and whole)
+        return self._run(name, self.groups, plan, asked_for=True)
 
     def locate(self, name: str, groups: Mapping[str, Any] | None = None) -> Artifact:
         """Where the artifact of a stage is or will be; builds nothing."""
@@ -123,32 +144,39 @@ class Pipeline:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         return Artifact(name, identity, self.root / name / digest)
 
-    def _run(self, name: str, groups: Mapping[str, Any], *, asked_for: bool) -> Path:
+    def _run(self, name: str, groups: Mapping[str, Any], plan: Plan, *, asked_for: bool) -> Path:
         artifact = self.locate(name, groups)
-        again = self.force and asked_for
-        if artifact.finished and not again:
+        if artifact.folder in plan.settled:
             return artifact.folder
-        if not (asked_for or self.build_missing):
+        again = plan.force or (asked_for and (self.force or self.stages[name].repeats))
+        if not again and artifact.finished:
+            return self._reuse(artifact, plan)
+        if not (asked_for or plan.build):
             raise ValueError(
                 f"stage={name} has not finished for these settings (looked for {artifact.folder}); "
                 f"run stage={name} first, or add build_missing=true"
             )
-        needs = self.stages[name].needs(groups)
         inputs = {
-            key: self._run(need.stage, {**groups, **need.groups}, asked_for=False)
-            for key, need in needs.items()
+            key: self._run(need.stage, {**groups, **need.groups}, plan, asked_for=False)
+            for key, need in self.stages[name].needs(groups).items()
         }
         with self.runtime.lock(artifact.folder.with_suffix(".lock")):
-            if artifact.finished and not again:  # another process built it while this one waited
-                return artifact.folder
+            if not again and artifact.finished:  # another process built it while this one waited
+                return self._reuse(artifact, plan)
             self._build(artifact, groups, inputs, again)
+        plan.settled.add(artifact.folder)
+        return artifact.folder
+
+    def _reuse(self, artifact: Artifact, plan: Plan) -> Path:
+        check_files(artifact.folder)
+        log.info("stage=%s is there already: %s", artifact.stage, artifact.folder)
+        plan.settled.add(artifact.folder)
         return artifact.folder
 
     def _build(
         self, artifact: Artifact, groups: Mapping[str, Any], inputs: Mapping[str, Path], again: bool
     ) -> None:
-        stage = self.stages[artifact.stage]
-        out = artifact.folder
+        stage, out = self.stages[artifact.stage], artifact.folder
         with suppress(FileNotFoundError):
             (out / MANIFEST).unlink()
         if again or not stage.resumes:
@@ -157,7 +185,12 @@ class Pipeline:
         self.on_start(artifact)
         started = time.time()
         read = {group: groups[group] for group in stage.reads}
-        metrics = stage.run(Workspace(read, inputs, out, self.seed, self.runtime))
+        try:
+            metrics = stage.run(Workspace(read, inputs, out, self.seed, self.runtime))
+        except BaseException:
+            if not stage.resumes or not any(out.iterdir()):  # nothing half-written stays
+                shutil.rmtree(out, ignore_errors=True)
+            raise
         finish(out, artifact.identity, metrics, started)
         self.on_finish(artifact)
 
@@ -171,6 +204,15 @@ def describe(config: Any) -> Any:
     if hasattr(config, "identity"):
         return config.identity()
     if is_dataclass(config) and not isinstance(config, type):
-        children = {name: describe(getattr(config, name)) for name in asdict(config)}
+        names = [field.name for field in fields(config)]
+        children = {name: describe(getattr(config, name)) for name in names}
+        if isinstance(config, DrafterConfig) and isinstance(children.get("source"), str):
+            children["source"] = _model(children["source"])
         return {"kind": f"{type(config).__module__}.{type(config).__qualname__}", **children}
     return config
+
+
+def _model(name_or_path: str) -> dict[str, str | None]:
+    """What a drafter's own model is, wherever its files are."""
+    source = Source(name_or_path=name_or_path, revision=None, wheel=None, wheel_sha256=None)
+    return model_identity(source.resolve())
