@@ -1,0 +1,18 @@
+"""What several rooms' tests share. This folder is on the path, so that they can import `fakes`."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default target's Hugging Face folder, found or fetched as the pipeline does it."""
+    from hydra import compose, initialize_config_module
+
+    from pipeline.config import typed
+    from pipeline.models import resolve_target
+
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose("config", overrides=["target=smollm2"])
+    return resolve_target(typed(config.target, "target"))
