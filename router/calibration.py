@@ -2,8 +2,8 @@
 
 Calibration keeps the population and rescales what the network adds to it, one slope and one bias a
 drafter: log_odds = population + slope * correction + bias. It is a ridge-penalised logistic
-regression on held-out prompts whose slope is pulled towards 0: without evidence the answer is the
-population.
+regression on held-out prompts whose slope is pulled towards 0, and further where its gain may be
+luck: without evidence the answer is the population.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,20 @@ def fit_calibration(
     wrong = free[0] < 0  # anti-correlated on held-out prompts: no use is safer than its reverse
     alone = _newton(base, torch.zeros_like(correction), successes, trials)
     slope, bias = (torch.where(wrong, a, f) for a, f in zip(alone, free, strict=True))
-    return Calibration(slope, bias)
+    population = binomial_nll(base + bias, successes, trials)
+    gain = population - binomial_nll(base + slope * correction + bias, successes, trials)
+    return Calibration(slope * _trust(gain, trials > 0), bias)
+
+
+def _trust(gain: Tensor, seen: Tensor) -> Tensor:  # [P, N], [P, N] -> [N]
+    """How much of a slope to keep, in [0, 1]: next to none where its gain could be luck.
+
+    1 - (standard error / gain)^2 over held-out prompts: the same prompts chose when training
+    stopped, so a gain of one standard error is what training on noise looks like.
+    """
+    total, count = gain.sum(0), seen.sum(0).clamp(min=1)
+    error = ((gain - total / count).square() * seen).sum(0).sqrt()
+    return torch.where(total > error, 1 - (error / total.clamp(min=1e-12)).square(), 0.0)
 
 
 def pearson(log_odds: Tensor, successes: Tensor, trials: Tensor) -> Tensor:  # [N]
