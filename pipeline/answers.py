@@ -1,0 +1,193 @@
+"""The target's answers on disk: safetensors shards, and an index that holds their digests.
+
+A shard is one file: its tensors are the rows one after another, its header says where each row
+ends. The index is rewritten, atomically, after each shard; a shard that the index does not name is
+not there.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from decode.types import Sampling
+from pipeline.manifest import sha256, write_json
+
+INDEX = "index.json"
+REMEDY = "run stage=regenerate force=true to answer the prompts again"
+ROW_FIELDS = (
+    "id",
+    "split",
+    "domain",
+    "family",
+    "text",
+    "law",
+    "num_prompt_tokens",
+    "finish_reason",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """One prompt, the target's answer under one named law, and what it thought at each token.
+
+    A is the number of answer tokens, EOS included where there is one. Logits and `lse` are raw
+    (before temperature); `logprobs` belong to the processed law and are 0 under a greedy one.
+    """
+
+    id: str
+    split: str
+    domain: str
+    family: str
+    text: str  # what the person wrote
+    law: str
+    sampling: Sampling
+    token_ids: Tensor  # [T] int64, prompt and answer
+    num_prompt_tokens: int
+    logprobs: Tensor  # [A] float32
+    lse: Tensor  # [A] float32, log-sum-exp of the raw logits
+    topk_ids: Tensor  # [A, k] int64, best first
+    topk_logits: Tensor  # [A, k] float32
+    finish_reason: str  # "eos" or "length"
+
+    @property
+    def answer_ids(self) -> Tensor:  # [A]
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One line of the index: what can be known of a shard without opening it."""
+
+    file: str
+    sha256: str
+    split: str
+    num_rows: int
+    domains: list[str]
+    laws: list[str]
+
+
+class Answers:
+    """Reads a folder of answers shard by shard; a digest is checked before a shard's first use."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / INDEX
+        if not path.exists():
+            raise ValueError(
+                f"{path} is missing, so there are no answers to read; run stage=regenerate first"
+            )
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is damaged ({error}); {REMEDY}") from error
+        self.header: dict[str, Any] = index["header"]
+        self.shards = [Shard(**entry) for entry in index["shards"]]
+        self.laws = {name: Sampling(**fields) for name, fields in self.header["laws"].items()}
+        self._checked: set[str] = set()
+
+    def rows(
+        self, split: str | None = None, domain: str | None = None, law: str | None = None
+    ) -> Iterator[Answer]:
+        """The answers that match, in the order in which they were made, shard by shard."""
+        for shard in self.shards:
+            fits = split in (None, shard.split) and (domain is None or domain in shard.domains)
+            if fits and (law is None or law in shard.laws):
+                for answer in self._open(shard):
+                    if domain in (None, answer.domain) and law in (None, answer.law):
+                        yield answer
+
+    def verify(self, shard: Shard) -> Path:
+        """The path of a shard; raises ValueError where its bytes are not what was written."""
+        path = self.folder / shard.file
+        if shard.file not in self._checked:
+            if not path.exists():
+                raise ValueError(f"{path} is missing although {INDEX} names it; {REMEDY}")
+            if sha256(path) != shard.sha256:
+                raise ValueError(
+                    f"{path} is damaged: its sha256 is not the one in {INDEX}; {REMEDY}"
+                )
+            self._checked.add(shard.file)
+        return path
+
+    def _open(self, shard: Shard) -> Iterator[Answer]:
+        with safe_open(str(self.verify(shard)), framework="pt") as file:
+            rows = json.loads(file.metadata()["rows"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        start = first = 0  # of the row's tokens, of its answer
+        for row in rows:
+            num_tokens = row.pop("num_tokens")
+            num_answer = num_tokens - row["num_prompt_tokens"]
+            answer = slice(first, first + num_answer)
+            yield Answer(
+                **row,
+                sampling=self.laws[row["law"]],
+                token_ids=tensors["token_ids"][start : start + num_tokens].long(),
+                logprobs=tensors["logprobs"][answer],
+                lse=tensors["lse"][answer],
+                topk_ids=tensors["topk_ids"][answer].long(),
+                topk_logits=tensors["topk_logits"][answer].float(),
+            )
+            start, first = start + num_tokens, first + num_answer
+
+
+class AnswerWriter:
+    """Writes shards in order; on a folder that has some already it goes on after the last."""
+
+    def __init__(self, folder: Path, laws: dict[str, Sampling], **header: Any) -> None:
+        self.folder = folder
+        self.header = {"laws": {name: asdict(law) for name, law in laws.items()}, **header}
+        self.shards: list[Shard] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / INDEX).exists():
+            self._go_on()
+
+    def _go_on(self) -> None:
+        there = Answers(self.folder)
+        if there.header != json.loads(json.dumps(self.header)):
+            raise ValueError(
+                f"{self.folder / INDEX} was begun with {there.header} but this run has "
+                f"{self.header}; {REMEDY}"
+            )
+        for shard in there.shards:
+            there.verify(shard)
+        self.shards = there.shards
+
+    def write(self, split: str, answers: Sequence[Answer], logits_dtype: torch.dtype) -> None:
+        """Add one shard: the file first, then the index that names it."""
+        name = f"answers-{len(self.shards):05d}.safetensors"
+        path = self.folder / name
+        partial = path.with_name(name + ".partial")
+        rows = [
+            {field: getattr(answer, field) for field in ROW_FIELDS}
+            | {"num_tokens": len(answer.token_ids)}
+            for answer in answers
+        ]
+        save_file(_joined(answers, logits_dtype), partial, metadata={"rows": json.dumps(rows)})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+        domains, laws = (sorted({row[key] for row in rows}) for key in ("domain", "law"))
+        self.shards.append(Shard(name, sha256(path), split, len(rows), domains, laws))
+        write_json(
+            self.folder / INDEX,
+            {"header": self.header, "shards": [asdict(shard) for shard in self.shards]},
+        )
+
+
+def _joined(answers: Sequence[Answer], logits_dtype: torch.dtype) -> dict[str, Tensor]:
+    """The rows' tensors end to end; logits keep the precision in which the target computed them."""
+    return {
+        "token_ids": torch.cat([answer.token_ids for answer in answers]).int(),
+        "logprobs": torch.cat([answer.logprobs for answer in answers]).float(),
+        "lse": torch.cat([answer.lse for answer in answers]).float(),
+        "topk_ids": torch.cat([answer.topk_ids for answer in answers]).int(),
+        "topk_logits": torch.cat([answer.topk_logits for answer in answers]).to(logits_dtype),
+    }

@@ -1,0 +1,153 @@
+"""Targets and drafters for the stages that use them, and the artifacts they come from."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decode.targets.transformers import TransformersTarget
+from decode.types import Drafter
+from drafters.base import BuildContext, target_parts
+from pipeline.config import Pool, PoolEntry
+from pipeline.models import DTYPES, TargetConfig, resolve_target
+from pipeline.runtime import Runtime
+from pipeline.stage import Need
+
+TRAINERS = ("finetune", "distill")
+
+
+@dataclass(frozen=True)
+class NamedEntry:
+    """A pool entry with its name: the group "entry", which says what a training stage trains."""
+
+    name: str
+    entry: PoolEntry
+
+
+def load_target(
+    config: TargetConfig, runtime: Runtime, dtype: str | None = None
+) -> TransformersTarget:
+    """The target on the runtime's device, in the config's dtype unless another is named.
+
+    `dtype` "auto" is bfloat16 where the hardware multiplies it, else float32.
+    """
+    device = runtime.resolved_device()
+    name = config.dtype if dtype is None else fast_dtype(device) if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name} is not known; use auto, {', '.join(DTYPES)}")
+    folder = resolve_target(config)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=getattr(torch, name),
+        trust_remote_code=config.trust_remote_code,
+        use_safetensors=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    return TransformersTarget(model.to(device), tokenizer, config.name_or_path)
+
+
+def fast_dtype(device: str) -> str:
+    """The dtype in which this hardware multiplies fastest and with float32's range."""
+    if device.startswith("cuda"):
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if capable else "float32"
+
+
+def select_entry(pool: Pool, name: str | None, stage: str) -> NamedEntry:
+    """The entry that `stage` trains: the named one, or the only one there is."""
+    trainable = [known for known, entry in pool.entries.items() if entry.trained_by == stage]
+    choices = f"entries of this pool with trained_by={stage}: {', '.join(trainable) or 'none'}"
+    if name is None and len(trainable) == 1:
+        name = trainable[0]
+    if name is None:
+        raise ValueError(
+            f"stage={stage} trains one drafter at a time; add entry=<name> ({choices})"
+        )
+    if name not in trainable:
+        raise ValueError(
+            f"entry={name} is not trained by stage={stage}; choose another ({choices})"
+        )
+    return NamedEntry(name, pool.entries[name])
+
+
+def parent_need(pool: Pool, entry: PoolEntry) -> dict[str, Need]:
+    """The artifact of the entry that this one starts from, as "parent"; empty without one."""
+    if entry.init_from is None:
+        return {}
+    parent = pool.entries.get(entry.init_from)
+    if parent is None or parent.trained_by is None:
+        raise ValueError(
+            f"init_from={entry.init_from} must name a trained entry of the pool "
+            f"({', '.join(pool.entries)}); a model that needs no training is named in the entry's "
+            "own drafter config"
+        )
+    return {"parent": trained_need(entry.init_from, parent)}
+
+
+def trained_need(name: str, entry: PoolEntry) -> Need:
+    """Where the trained drafter of an entry comes from."""
+    if entry.trained_by not in TRAINERS:
+        raise ValueError(
+            f"pool entry {name} has trained_by={entry.trained_by}; "
+            f"choose null or one of {', '.join(TRAINERS)}"
+        )
+    return Need(entry.trained_by, {"entry": NamedEntry(name, entry)})
+
+
+def drafter_needs(pool: Pool, names: Iterable[str] | None = None) -> dict[str, Need]:
+    """One Need per trained entry among `names` (None: all) and the parts they are made of."""
+    return {
+        f"drafter:{name}": trained_need(name, pool.entries[name])
+        for name in build_order(pool, names)
+        if pool.entries[name].trained_by is not None
+    }
+
+
+def build_drafters(
+    pool: Pool,
+    target: TransformersTarget,
+    inputs: Mapping[str, Path],
+    names: Iterable[str] | None = None,
+) -> dict[str, Drafter]:
+    """The named drafters (None: all), in the pool's order; parts are built before composites."""
+    parts = target_parts(target)
+    built: dict[str, Drafter] = {}
+    for name in build_order(pool, names):
+        entry = pool.entries[name]
+        weights = None if entry.trained_by is None else inputs[f"drafter:{name}"]
+        members = {part: built[part] for part in entry.drafter.part_names}
+        built[name] = entry.drafter.build(BuildContext(parts, weights, members))
+    wanted = set(pool.entries if names is None else names)
+    return {name: built[name] for name in pool.entries if name in wanted}
+
+
+def build_order(pool: Pool, names: Iterable[str] | None = None) -> list[str]:
+    """The names and their parts, every part before what is made of it.
+
+    Raises ValueError for a name that is not in the pool and for a drafter that is part of itself.
+    """
+    order: list[str] = []
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            raise ValueError(
+                f"pool entry {name} is part of itself ({' -> '.join((*path, name))}); "
+                "break the loop"
+            )
+        if name not in pool.entries:
+            whose = f"part {name} of pool entry {path[-1]}" if path else f"drafter {name}"
+            raise ValueError(
+                f"{whose} is not in the pool; its entries are {', '.join(pool.entries)}"
+            )
+        if name not in order:
+            for part in pool.entries[name].drafter.part_names:
+                visit(part, (*path, name))
+            order.append(name)
+
+    for name in pool.entries if names is None else names:
+        visit(name, ())
+    return order
