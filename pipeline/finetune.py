@@ -1,0 +1,47 @@
+"""A drafter by cross-entropy, on the target's answers or on the data set's own responses."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from decode.targets.transformers import TransformersTarget
+from drafters.training import AnswerLike
+from pipeline.chat import load_prompts
+from pipeline.stage import Need, Workspace
+from pipeline.train_drafter import TrainDrafter
+from pipeline.training_data import from_responses
+
+TEXTS = ("answers", "dataset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune(TrainDrafter):
+    summary: ClassVar[str] = "a domain drafter by cross-entropy on text (entry=<name>)"
+
+    text: str  # "answers": the target's own; "dataset": the responses that came with the prompts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.text not in TEXTS:
+            raise ValueError(f"text={self.text} is unknown; use one of {', '.join(TEXTS)}")
+
+    @property
+    def loss(self) -> str:
+        return "cross_entropy"
+
+    def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
+        prompts = {"prompts": Need("prepare")} if self.text == "dataset" else {}
+        return {**super().needs(groups), **prompts}
+
+    def rows(self, workspace: Workspace, target: TransformersTarget) -> Iterable[AnswerLike]:
+        if self.text == "answers":
+            return super().rows(workspace, target)
+        domains = workspace.groups["entry"].entry.domains
+        prompts = load_prompts(workspace.inputs["prompts"])["drafter_train"]
+        chosen = [row for row in prompts if not domains or row["domain"] in domains]
+        if not any(row["response"] for row in chosen):
+            raise ValueError(
+                "text=dataset needs responses, and none of these prompts has one; "
+                "use text=answers, or data in the format prompt_response"
+            )
+        return from_responses(chosen, target.tokenizer, min(target.eos_token_ids, default=None))

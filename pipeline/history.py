@@ -1,0 +1,35 @@
+"""history.jsonl: one JSON object a line, {"step": int, "<curve>": number, ...}."""
+
+import json
+import os
+from pathlib import Path
+
+FILE = "history.jsonl"
+
+
+class History:
+    """Curves of a run, appended step by step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE
+
+    def rewind(self, step: int) -> None:
+        """Keep what was written up to and with `step`; a line left unfinished by a kill goes."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        partial = self.path.with_name(f"{FILE}.partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines if _step_of(line) <= step)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.path)
+
+    def append(self, step: int, curves: dict[str, float]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **curves}) + "\n")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:
+        return float("inf")
