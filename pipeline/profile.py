@@ -35,7 +35,7 @@ class Profile(Stage):
     widths: list[int]
     draft_lengths: list[int]
     context_tokens: int
-    repeats: int
+    num_repeats: int
     num_contexts: int
     host_tokens: int
 
@@ -58,7 +58,7 @@ class Profile(Stage):
                 self.widths,
                 self.draft_lengths,
                 self.context_tokens,
-                self.repeats,
+                self.num_repeats,
                 contexts,
             )
             costs = replace(costs, host_seconds=self._host_seconds(target, drafters, workspace))
@@ -72,9 +72,9 @@ class Profile(Stage):
                 f"profile.widths={self.widths} must lie between 1 and {MAX_DRAFT_TOKENS + 1}, "
                 "one more than the most drafted tokens"
             )
-        if self.repeats < 1 or self.context_tokens < 4:
+        if self.num_repeats < 1 or self.context_tokens < 4:
             raise ValueError(
-                f"profile.repeats={self.repeats} must be at least 1 and "
+                f"profile.num_repeats={self.num_repeats} must be at least 1 and "
                 f"context_tokens={self.context_tokens} at least 4"
             )
 
