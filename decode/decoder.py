@@ -1,9 +1,10 @@
 """The decoder that people use: a target, a pool of drafters, a policy, and lossless text."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,14 +12,28 @@ from decode.clock import Clock, SystemClock
 from decode.loop import Loop, Row
 from decode.noise import Noise, PhiloxNoise
 from decode.pool import Pool
-from decode.prompts import Prompt, Prompts, check_lengths, content_ids, read_prompts
+from decode.prompts import Prompts, check_prompts, content_ids, read_prompts
 from decode.resolve import resolve_drafters, resolve_policy, resolve_target
 from decode.results import GenerationResult, Metrics, StreamChunk, summarise
-from decode.stopping import Stopper
-from decode.types import Drafter, Policy, Request, Router, Sampling, Target
+from decode.stopping import Stopper, decode
+from decode.types import Drafter, Policy, Prior, Request, Router, Sampling, Target
 from decode.verification import select_verifier
 
+T = TypeVar("T", bound=str | None)
 COUPLINGS = ("rejection",)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What one request asks for."""
+
+    token_ids: list[int]
+    request_id: str
+    router_text: str | None
+    sampling: Sampling
+    stop: tuple[str, ...]
+    max_new_tokens: int
+    follow_text: bool
 
 
 class SpeculativeDecoder:
@@ -84,15 +99,13 @@ class SpeculativeDecoder:
         that is not the prompt itself.
         """
         waiting = deque(
-            self._requests(
-                prompts, max_new_tokens, sampling, stop, request_ids, router_texts, False
-            )
+            self._orders(prompts, max_new_tokens, sampling, stop, request_ids, router_texts, False)
         )
         rows: list[Row] = []
         active: list[Row] = []
         while waiting or active:
             while waiting and len(active) < self.max_rows:
-                active.append(waiting.popleft()())
+                active.append(self._open(waiting.popleft()))
                 rows.append(active[-1])
             self._loop.step(active)
             active = [row for row in active if row.stopper.finish_reason is None]
@@ -115,15 +128,13 @@ class SpeculativeDecoder:
         """One chunk a step for one prompt; their texts joined are the text of generate()."""
         ids = None if request_id is None else [request_id]
         texts = None if router_text is None else [router_text]
-        requests = self._requests(prompt, max_new_tokens, sampling, stop, ids, texts, True)
-        if len(requests) != 1:
-            raise ValueError(
-                f"stream() takes one prompt, not {len(requests)}; use generate() for several"
-            )
-        return self._stream(requests[0])
+        orders = self._orders(prompt, max_new_tokens, sampling, stop, ids, texts, True)
+        if len(orders) != 1:
+            raise ValueError(f"stream() takes one prompt, not {len(orders)}; generate() takes more")
+        return self._stream(orders[0])
 
-    def _stream(self, open_row: Callable[[], Row]) -> Iterator[StreamChunk]:
-        row = open_row()
+    def _stream(self, order: Order) -> Iterator[StreamChunk]:
+        row = self._open(order)
         while row.stopper.finish_reason is None:
             self._loop.step([row])
             record, reason = row.records[-1], row.stopper.finish_reason
@@ -138,7 +149,7 @@ class SpeculativeDecoder:
                 metrics=None if reason is None else self._metrics(row),
             )
 
-    def _requests(
+    def _orders(
         self,
         prompts: Prompts,
         max_new_tokens: int,
@@ -147,61 +158,52 @@ class SpeculativeDecoder:
         request_ids: Sequence[str] | None,
         router_texts: Sequence[str] | None,
         follow_text: bool,
-    ) -> list[Callable[[], Row]]:
-        """What opens each row when its turn comes. All that could be wrong with the call is found
-        here.
-        """
+    ) -> list[Order]:
+        """One order a prompt. What could be wrong with the call is found here, before decoding."""
         read = read_prompts(prompts, self.tokenizer)
-        check_lengths(read, self.target.max_context)
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        check_prompts(read, self.target.vocab_size, self.target.max_context)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if stops and self.tokenizer is None:
-            raise ValueError(
-                f"stop={stops} needs a tokenizer; pass tokenizer= to SpeculativeDecoder"
-            )
+            raise ValueError(f"stop={stops} needs a tokenizer; pass tokenizer= to the decoder")
         if not all(stops):
             raise ValueError("stop holds an empty string, which every text contains; leave it out")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
         ids = _one_each(request_ids, content_ids(read), "request_ids")
         if len(set(ids)) < len(ids):
-            raise ValueError(
-                "request_ids hold one id twice; ids key the noise, so give each request its own"
-            )
+            raise ValueError("request_ids hold one id twice; they key the noise: give each its own")
         texts = _one_each(router_texts, [prompt.text for prompt in read], "router_texts")
         law = sampling or Sampling()
+        return [
+            Order(prompt.token_ids, request_id, text, law, stops, max_new_tokens, follow_text)
+            for prompt, request_id, text in zip(read, ids, texts, strict=True)
+        ]
 
-        def opener(prompt: Prompt, request_id: str, text: str) -> Callable[[], Row]:
-            return lambda: self._open(
-                prompt, request_id, text, law, stops, max_new_tokens, follow_text
-            )
-
-        return [opener(*each) for each in zip(read, ids, texts, strict=True)]
-
-    def _open(
-        self,
-        prompt: Prompt,
-        request_id: str,
-        text: str,
-        sampling: Sampling,
-        stops: Sequence[str],
-        max_new_tokens: int,
-        follow_text: bool,
-    ) -> Row:
-        length = len(prompt.token_ids)
-        prior = None if self.router is None else self.router.prior(text, length, sampling)
+    def _open(self, order: Order) -> Row:
+        """The row of an order, its prompt read."""
+        length = len(order.token_ids)
         stopper = Stopper(
             tokenizer=self.tokenizer,
-            stop=stops,
+            stop=order.stop,
             eos_token_ids=self.target.eos_token_ids,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=order.max_new_tokens,
             num_prompt_tokens=length,
             max_context=self.target.max_context,
-            follow_text=follow_text,
+            follow_text=order.follow_text,
         )
-        request = Request(request_id, length, max_new_tokens, sampling, prior)
-        return self._loop.open(
-            request, prompt.token_ids, stopper, self._noise or PhiloxNoise(sampling.seed)
+        request = Request(
+            order.request_id, length, order.max_new_tokens, order.sampling, self._prior(order)
         )
+        noise = self._noise or PhiloxNoise(order.sampling.seed)
+        return self._loop.open(request, order.token_ids, stopper, noise)
+
+    def _prior(self, order: Order) -> Prior | None:
+        if self.router is None:
+            return None
+        text = order.router_text
+        if text is None:
+            text = "" if self.tokenizer is None else decode(self.tokenizer, order.token_ids)
+        return self.router.prior(text, len(order.token_ids), order.sampling)
 
     def _metrics(self, row: Row) -> Metrics:
         assert row.stopper.finish_reason is not None
@@ -215,9 +217,9 @@ class SpeculativeDecoder:
         )
 
 
-def _one_each(given: Sequence[str] | None, made: list[str], name: str) -> list[str]:
+def _one_each(given: Sequence[str] | None, made: Sequence[T], name: str) -> Sequence[str | T]:
     if given is None:
         return made
     if len(given) != len(made):
         raise ValueError(f"{name} has {len(given)} entries for {len(made)} prompts; give one each")
-    return list(given)
+    return given

@@ -25,7 +25,7 @@ class Prompt:
     """One request's beginning."""
 
     token_ids: list[int]
-    text: str  # for a router: what the person wrote, without a chat template
+    text: str | None  # what the person wrote, without a chat template; None: token ids were given
 
 
 def read_prompts(prompts: Prompts, tokenizer: Any | None) -> list[Prompt]:
@@ -40,14 +40,15 @@ def read_prompts(prompts: Prompts, tokenizer: Any | None) -> list[Prompt]:
         raise ValueError("there is no prompt: the list is empty; pass at least one")
     first = prompts[0]
     if isinstance(first, int):
-        return [_from_ids(prompts, tokenizer)]
+        return [_from_ids(prompts)]
     if isinstance(first, Mapping):
         return [_from_messages(prompts, tokenizer)]
     return [_read_one(prompt, tokenizer) for prompt in prompts]
 
 
-def check_lengths(prompts: Sequence[Prompt], max_context: int) -> None:
-    """Raise ValueError where a prompt is empty or leaves no room for one new token."""
+def check_prompts(prompts: Sequence[Prompt], vocab_size: int, max_context: int) -> None:
+    """Raise ValueError where a prompt is empty, leaves no room for one new token, or is of another
+    vocabulary."""
     for number, prompt in enumerate(prompts):
         length = len(prompt.token_ids)
         if length == 0:
@@ -57,6 +58,12 @@ def check_lengths(prompts: Sequence[Prompt], max_context: int) -> None:
                 f"prompt {number} has {length} tokens, but the context holds {max_context}; "
                 f"cut it to {max_context - 1} tokens at most"
             )
+        for token_id in (min(prompt.token_ids), max(prompt.token_ids)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"prompt {number} holds token id {token_id}, which is outside "
+                    f"0..{vocab_size - 1}; tokenize it with the target's own tokenizer"
+                )
 
 
 def content_ids(prompts: Sequence[Prompt]) -> list[str]:
@@ -83,7 +90,7 @@ def _read_one(prompt: Any, tokenizer: Any | None) -> Prompt:
         )
     if prompt and isinstance(prompt[0], Mapping):
         return _from_messages(prompt, tokenizer)
-    return _from_ids(prompt, tokenizer)
+    return _from_ids(prompt)
 
 
 def _from_text(text: str, tokenizer: Any | None) -> Prompt:
@@ -102,10 +109,8 @@ def _from_messages(messages: Any, tokenizer: Any | None) -> Prompt:
     return Prompt(list(ids), written[-1] if written else "")
 
 
-def _from_ids(token_ids: Any, tokenizer: Any | None) -> Prompt:
-    ids = [int(token_id) for token_id in token_ids]
-    text = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True)
-    return Prompt(ids, text)
+def _from_ids(token_ids: Any) -> Prompt:
+    return Prompt([int(token_id) for token_id in token_ids], None)
 
 
 def _needed(tokenizer: Any | None) -> Any:

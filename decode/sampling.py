@@ -10,6 +10,8 @@ from torch import Tensor
 from decode.types import MAX_DRAFT_TOKENS, Sampling
 from kernels.reference import inverse_cdf, processed_probs
 
+NO_LAW = "a drafter's logits are no law: they hold NaN or +inf, or -inf throughout"
+
 
 class Law(NamedTuple):
     """Sampling parameters of N rows, named as `verify` and `processed_probs` name them."""
@@ -66,26 +68,20 @@ class RowSampler:
         if len(self.drawn) == MAX_DRAFT_TOKENS:
             raise ValueError(f"a drafter drew more than {MAX_DRAFT_TOKENS} tokens in one step")
         row = logits.detach()[None]
-        token_id = self._maximum(row) if self.greedy and self._seen is None else self._draw(row)
+        peak, place = row.max(dim=-1)
+        if not torch.isfinite(peak).item():
+            raise ValueError(NO_LAW)
+        plain = self.greedy and self._seen is None
+        token_id = int(place.item()) if plain else self._draw(row)
         self.drawn.append(token_id)
         if self._seen is not None:
             self._seen[token_id] = True
         return token_id
 
-    def _maximum(self, row: Tensor) -> int:
-        value, index = row.max(dim=-1)
-        if torch.isnan(value).item():
-            raise ValueError("a drafter's logits hold NaN")
-        return int(index.item())
-
     def _draw(self, row: Tensor) -> int:
         seen = None if self._seen is None else self._seen.to(row.device)[None]
         probs = processed_probs(row, *law_of((self._sampling,)), seen)
-        uniform = (
-            0.5 if self.greedy else self._uniform(len(self.drawn))
-        )  # a one-hot law needs no chance
-        if torch.isnan(probs).any().item():
-            raise ValueError("a drafter's logits hold NaN")
+        uniform = 0.5 if self.greedy else self._uniform(len(self.drawn))  # one-hot: needs no chance
         uniforms = torch.tensor([uniform], dtype=torch.float64, device=row.device)
         return int(inverse_cdf(probs, uniforms).item())
 

@@ -25,7 +25,7 @@ def bigram(weights: Sequence[Sequence[float]]) -> Context:
 
 
 def whole_prefix(vocab_size: int, sharpness: float = 3.0) -> Context:
-    """Pseudo-random logits that depend on every token read, so that one stale token changes them."""
+    """Pseudo-random logits that depend on every token read: one stale token changes them."""
 
     def logits(tokens: Sequence[int]) -> Tensor:
         key = 7
@@ -159,7 +159,7 @@ class ScriptedSession:
 
 
 class FakeTokenizer:
-    """`pieces[i]` is what token i reads as: bytes, so that a character may be split between tokens."""
+    """`pieces[i]` is what token i reads as: bytes, so that tokens may split a character."""
 
     eos_token_id: int | None = None
     chat_template = None
@@ -173,3 +173,6 @@ class FakeTokenizer:
     ) -> str:
         kept = [t for t in token_ids if not (skip_special_tokens and t in self.special)]
         return b"".join(self.pieces[t] for t in kept).decode("utf-8", errors="replace")
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"{i}:{piece!r}": i for i, piece in enumerate(self.pieces)}

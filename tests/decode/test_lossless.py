@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 
 import pytest
+import torch
 from enumeration import Paths, enumerate_texts, sequence_law
-from fakes import FakeDrafter, FakeTarget, ScriptedPolicy, bigram
+from fakes import FakeDrafter, FakeTarget, FakeTokenizer, ScriptedPolicy, bigram
 
 from decode import Sampling, SpeculativeDecoder
 from decode.clock import VirtualClock
@@ -24,7 +25,7 @@ from decode.policies.fixed import FixedConfig
 from decode.policies.posterior import PosteriorConfig
 from decode.policies.thompson import ThompsonConfig
 from decode.policies.ucb1 import Ucb1Config
-from decode.types import Policy, StepRecord
+from decode.types import Drafter, Policy, StepRecord
 
 TARGET = [[4, 2, 2], [2, 4, 2], [1, 1, 6]]
 NEAR = [[2, 4, 2], [4, 2, 2], [4, 2, 2]]
@@ -57,14 +58,15 @@ def check(
     policy: Callable[[], Policy],
     num_tokens: int,
     edge: float,
+    drafters: Mapping[str, Drafter] | None = None,
 ) -> Mapping[str, int]:
     """Assert that the decoder's law of texts is the target's; returns the events that were seen."""
     target = FakeTarget(bigram(TARGET), 3)
     paths = Paths(target, sampling, edge)
-    drafters = {name: paths.watch(drafter) for name, drafter in pool().items()}
+    watched = {name: paths.watch(drafter) for name, drafter in (drafters or pool()).items()}
 
     def run() -> tuple[list[int], list[StepRecord]]:
-        decoder = SpeculativeDecoder(target, drafters, policy(), noise=paths, clock=VirtualClock())
+        decoder = SpeculativeDecoder(target, watched, policy(), noise=paths, clock=VirtualClock())
         result = decoder.generate([PROMPT], num_tokens, sampling)
         assert not decoder.pool.dropped
         return result.token_ids[0], result.records[0]
@@ -90,6 +92,37 @@ def test_law_is_kept_when_drafting_by_chance(name: str, edge: float) -> None:
 def test_law_is_kept_when_drafting_without_chance(name: str) -> None:
     events = check(LAWS[name], lambda: ScriptedPolicy([("lookup", 2)]), 3, JUST_INSIDE[1])
     assert all(events[kind] for kind in ("rejected", "lookup 2")), events
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_law_is_kept_with_a_real_language_model_drafting(name: str) -> None:
+    """Its cache rolls back after rejections, and what it reports is what it drew from."""
+    drafters = {"lm": tiny_lm(vocab_size=3)}
+    events = check(LAWS[name], lambda: ScriptedPolicy([("lm", 2)]), 3, JUST_INSIDE[0], drafters)
+    assert all(events[kind] for kind in ("rejected", "accepted", "lm 2")), events
+
+
+def tiny_lm(vocab_size: int) -> Drafter:
+    """A random cut of a random Llama whose logits are some units apart."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from drafters.base import BuildContext, TargetParts
+    from drafters.lm import LmConfig
+
+    shape = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.6,
+    )
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(shape).eval()
+    tokenizer = FakeTokenizer([bytes([97 + i]) for i in range(vocab_size)])
+    config = LmConfig(source=None, layers=[1], num_draft_vocab=0, train_head=False, dtype="auto")
+    return config.build(BuildContext(TargetParts(model, tokenizer, vocab_size, "tiny")))
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 3])
@@ -129,7 +162,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_law_is_kept_whatever_the_policy_learns(name: str) -> None:
-    """Each path starts from a policy that has seen some text, so that its choices depend on draws."""
+    """Each path starts from a policy that has seen some text, so that choices depend on draws."""
     arms: set[str] = set()
     for num_warm_tokens in (1, 3, 6, 9, 14, 20):
         warm = POLICIES[name].build(COSTS, ["near", "far", "lookup"], seed=num_warm_tokens)
