@@ -10,10 +10,12 @@ A match therefore always offers `max_offer` tokens.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from decode.types import MAX_DRAFT_TOKENS, DraftProposal, DraftSampler, Sampling
@@ -192,16 +194,13 @@ class NgramDrafter:
         return accept
 
 
-EVERYDAY = NgramConfig(
-    min_ngram=1, max_ngram=3, max_offer=10
-)  # for a decoder put together without a config
-
-
 def from_pretrained(name_or_path: str, target: Any) -> NgramDrafter:
-    """A lookup drafter: what save() wrote, or plain "ngram" for the everyday settings."""
+    """A lookup drafter: what save() wrote, or plain "ngram" for the settings of conf/drafter."""
     if name_or_path == "ngram":
-        return NgramDrafter(EVERYDAY)
-    config = read_description(Path(name_or_path), "ngram")["config"]
+        text = (files("conf") / "drafter" / "ngram.yaml").read_text(encoding="utf-8")
+        config = {key: value for key, value in yaml.safe_load(text).items() if key != "_target_"}
+    else:
+        config = read_description(Path(name_or_path), "ngram")["config"]
     if set(config) != {setting.name for setting in fields(NgramConfig)}:
         raise ValueError(
             f"{name_or_path} describes a lookup drafter with other settings ({sorted(config)}) "

@@ -45,7 +45,7 @@ def realised_acceptance(
 def _realised_probs(
     logits: Tensor, token_ids: Sequence[int], first: int, sampling: Sampling
 ) -> Tensor:  # [n] float64 on the CPU
-    one = law_of((sampling,), str(logits.device))
+    one = law_of((sampling,))
     law = Law(*(column.expand(len(logits)) for column in one))
     seen = _seen(token_ids, first, logits) if sampling.repetition_penalty != 1 else None
     probs = processed_probs(logits, *law, seen)
