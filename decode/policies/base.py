@@ -16,6 +16,11 @@ class PolicyConfig(ABC):
 
     needs_costs: ClassVar[bool] = True  # False: build() does without measured seconds
 
+    @property
+    def uses_prior(self) -> bool:
+        """Whether a router's prior changes what it chooses."""
+        return True
+
     @abstractmethod
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> Policy:
         """A policy over the drafters of that name. Raises ValueError where they do not fit."""

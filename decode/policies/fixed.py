@@ -17,6 +17,10 @@ class FixedConfig(PolicyConfig):
     drafter: str
     num_draft_tokens: int
 
+    @property
+    def uses_prior(self) -> bool:
+        return False
+
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "FixedPolicy":
         if self.drafter != OFF and self.drafter not in drafters:
             known = ", ".join([*drafters, OFF])

@@ -29,6 +29,10 @@ class ThompsonConfig(PosteriorConfig):
     spread: float  # of the posterior that is drawn from; below 1 explores less
     reward_cap: float  # flat: this many times the rate of plain decoding counts as reward 1
 
+    @property
+    def uses_prior(self) -> bool:
+        return self.structured
+
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "ThompsonPolicy":
         if self.spread <= 0 or self.reward_cap <= 0:
             raise ValueError(

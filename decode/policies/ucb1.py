@@ -27,6 +27,10 @@ class Ucb1Config(PolicyConfig):
     reward_cap: float  # this many times the rate of plain decoding counts as reward 1
     persist: bool  # keep what was learned from row to row
 
+    @property
+    def uses_prior(self) -> bool:
+        return False
+
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "Ucb1Policy":
         if self.reward_cap <= 0:
             raise ValueError(f"policy.reward_cap={self.reward_cap} must be positive")

@@ -1,0 +1,135 @@
+"""The pictures of an evaluation, as PNG files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decode.types import OFF
+from pipeline.scores import ALL
+from pipeline.wallclock import PLAIN
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 7.0, 3.8  # inches
+DOTS = 130
+GREY = "#8a8f98"
+
+
+def draw_all(results: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+    """Name -> PNG: speed of the methods, acceptance against break-even, replayed policies,
+    training.
+    """
+    drawn = {
+        "speed": _speed(results, folder / "speed.png"),
+        "grid": _grid(results, folder / "grid.png"),
+        "replay": _replay(results, folder / "replay.png"),
+    }
+    if results["training"]:
+        drawn["training"] = _training(results, folder / "training.png")
+    return drawn
+
+
+def _figure(columns: int, height: float = HEIGHT) -> tuple[Any, list["Axes"]]:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, columns, figsize=(WIDTH, height), squeeze=False)
+    for axis in axes[0]:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes[0])
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=DOTS, metadata={"Software": None})  # the same bytes from any version
+    pyplot.close(figure)
+    return path
+
+
+def _laws(results: Mapping[str, Any]) -> dict[str, str]:
+    return {law: f"temperature {t:g}" for law, t in results["conditions"]["temperatures"].items()}
+
+
+def _speed(results: Mapping[str, Any], path: Path) -> Path:
+    laws = _laws(results)
+    figure, axes = _figure(len(laws))
+    for axis, (law, title) in zip(axes, laws.items(), strict=True):
+        rows = [
+            row
+            for row in results["wall"]
+            if row["law"] == law and row["domain"] == ALL and row["method"] != PLAIN
+        ]
+        _whiskers(axis, [(row["method"], row["speed_ratio"]) for row in rows])
+        axis.set_xlabel("speed over plain decoding")
+        axis.set_title(title, fontsize=10)
+    return _save(figure, path)
+
+
+def _replay(results: Mapping[str, Any], path: Path) -> Path:
+    laws = _laws(results)
+    rows = [row for row in results["replay"] if row["domain"] == ALL and row["policy"] != PLAIN]
+    number = max(sum(row["law"] == law for row in rows) for law in laws)
+    figure, axes = _figure(len(laws), height=1.4 + 0.27 * number)
+    for axis, (law, title) in zip(axes, laws.items(), strict=True):
+        own = sorted(
+            (row for row in rows if row["law"] == law), key=lambda row: row["tokens_per_second"]
+        )
+        _whiskers(axis, [(row["policy"], row["speed_ratio"]) for row in reversed(own)])
+        axis.set_xlabel("replayed speed over plain")
+        axis.set_title(title, fontsize=10)
+        axis.tick_params(axis="y", labelsize=7)
+    return _save(figure, path)
+
+
+def _whiskers(axis: "Axes", entries: list[tuple[str, Mapping[str, Any]]]) -> None:
+    """A dot and its interval for each entry, the first on top, and a line at plain decoding."""
+    for place, (_, ratio) in enumerate(entries):
+        axis.plot([ratio["low"], ratio["high"]], [place, place], color=GREY, linewidth=2)
+        axis.plot(ratio["value"], place, "o", color="C0")
+    axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axis.set_yticks(range(len(entries)), [name for name, _ in entries])
+    axis.set_ylim(len(entries) - 0.5, -0.5)
+
+
+def _grid(results: Mapping[str, Any], path: Path) -> Path:
+    """Solid: what each arm emits a pass; dashed: what it would have to emit."""
+    laws = _laws(results)
+    figure, axes = _figure(len(laws))
+    for axis, (law, title) in zip(axes, laws.items(), strict=True):
+        for number, drafter in enumerate(results["conditions"]["pool"]):
+            rows = [
+                row
+                for row in results["grid"]
+                if (row["law"], row["domain"], row["drafter"]) == (law, ALL, drafter)
+                and row["drafter"] != OFF
+            ]
+            lengths = [row["num_draft_tokens"] for row in rows]
+            color = f"C{number}"
+            has = [row["acceptance_length"] for row in rows]
+            needs = [row["break_even_length"] for row in rows]
+            axis.plot(lengths, has, "o-", color=color, markersize=3, label=drafter)
+            axis.plot(lengths, needs, "--", color=color, linewidth=0.9)
+        axis.set_xlabel("drafted tokens K")
+        axis.set_title(title, fontsize=10)
+    axes[0].set_ylabel("tokens a pass")
+    axes[0].legend(fontsize=7, frameon=False)
+    return _save(figure, path)
+
+
+def _training(results: Mapping[str, Any], path: Path) -> Path:
+    figure, (axis,) = _figure(1, height=2.6)
+    for place, row in enumerate(results["training"]):
+        before, after = row["acceptance_length_before"], row["acceptance_length_after"]
+        low, high = (before + row[f"acceptance_length_gain_{end}"] for end in ("low", "high"))
+        axis.plot([low, high], [place, place], color=GREY, linewidth=2)
+        axis.plot(before, place, "o", color="white", markeredgecolor="C0")
+        axis.plot(after, place, "o", color="C0")
+    axis.set_yticks(range(len(results["training"])), [r["drafter"] for r in results["training"]])
+    axis.set_ylim(len(results["training"]) - 0.5, -0.5)
+    axis.set_xlabel("acceptance_length on validation: before (open), after (filled)")
+    return _save(figure, path)

@@ -1,0 +1,249 @@
+"""Would catch: a run that was killed and resumed ending in another table; a torn line of the
+journal taken for a cell; methods that decode different prompts, noise or lengths; greedy texts that
+differ unnoticed; costs of another machine used; a results file that is no JSON; a report that needs
+other files.
+
+The target and cut are tiny, the clock is virtual: every reading takes a millisecond, so that tables
+must be equal to the last digit.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_target_folder
+from workspace import prompt, tiny_config, write_prompts
+from world import HashEncoder
+
+from decode.policies.named import policy_config
+from drafters.lm import LmConfig
+from drafters.ngram import NgramConfig
+from pipeline import bench, train_router
+from pipeline.collect import Collect
+from pipeline.config import Pool, PoolEntry
+from pipeline.evaluate import Evaluate
+from pipeline.models import EncoderConfig
+from pipeline.profile import Profile
+from pipeline.regenerate import Regenerate
+from pipeline.runtime import Runtime
+from pipeline.stage import Workspace
+from pipeline.train_router import TrainRouter
+from pipeline.wallclock import Journal
+
+RUNTIME = Runtime(device="cpu", threads=1, clock="virtual")
+SPLITS = ("router_train", "validation", "test", "mixed")
+EVALUATE = Evaluate(
+    prompts_per_domain={"test": 2, "mixed": 1},
+    temperatures={"greedy": 0.0, "sampled": 0.8},
+    max_new_tokens=12,
+    num_repeats=2,
+    draft_lengths=[1, 3, 5],
+    replay_prompts_per_domain=0,
+    replay_policies=["thompson", "thompson_flat", "ucb1", "router_only"],
+    num_resamples=50,
+)
+
+
+def pool() -> Pool:
+    lm = LmConfig(source=None, layers=[0, -1], num_draft_vocab=0, train_head=False, dtype="float32")
+    ngram = NgramConfig(min_ngram=1, max_ngram=2, max_offer=5)
+    rest: dict[str, Any] = {"trained_by": None, "domains": [], "init_from": None}
+    return Pool(
+        entries={n: PoolEntry(drafter=d, **rest) for n, d in (("ngram", ngram), ("cut", lm))}
+    )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Everything upstream of evaluate, on the tiny target: (groups, inputs)."""
+    root = tmp_path_factory.mktemp("upstream")
+    patch = pytest.MonkeyPatch()
+    for module in (bench, train_router):
+        patch.setattr(module, "SentenceEncoder", lambda folder, device: HashEncoder())
+        patch.setattr(module, "resolve_encoder", lambda config: Path("unused"))
+    encoder = EncoderConfig(name_or_path="e/e", revision=None, wheel=None, wheel_sha256=None)
+    groups = {
+        "target": tiny_config(tiny_target_folder(root / "target")),
+        "pool": pool(),
+        "encoder": encoder,
+        "policy": policy_config("posterior"),
+    }
+    domains = ("code", "chat")
+    rows = {
+        split: [prompt(10 * i + n, d, words=4) for n in range(4) for d in domains]
+        for i, split in enumerate(SPLITS)
+    }
+    inputs = {"prompts": write_prompts(root / "prompts", rows)}
+
+    def run(name: str, stage: Any, key: str) -> None:
+        out = root / name
+        out.mkdir()
+        stage.run(Workspace(groups, inputs, out, 3, RUNTIME))
+        inputs[key] = out
+
+    everywhere = dict.fromkeys(SPLITS, 0)
+    run("regenerate", regenerate(everywhere), "answers")
+    check = {"check_split": "test", "check_prompts": 0, "check_num_draft_tokens": 3}
+    run("collect", Collect(splits=list(SPLITS), max_depth=5, **check), "acceptance")
+    run("profile", profile(), "costs")
+    run("train_router", router(), "router")
+    yield groups, inputs
+    patch.undo()
+
+
+def regenerate(everywhere: dict[str, int]) -> Regenerate:
+    return Regenerate(
+        laws=dict.fromkeys(everywhere, "both"),
+        prompts_per_domain=everywhere,
+        max_new_tokens=dict.fromkeys(everywhere, 12),
+        max_prompt_tokens=40,
+        temperature=0.8,
+        top_p=1.0,
+        batch_size=8,
+        shard_rows=64,
+        num_top_logits=4,
+        dtype="float32",
+    )
+
+
+def profile() -> Profile:
+    return Profile(
+        widths=[1, 2, 6],
+        draft_lengths=[1, 5],
+        context_tokens=24,
+        num_repeats=2,
+        num_contexts=2,
+        host_tokens=4,
+    )
+
+
+def router() -> TrainRouter:
+    return TrainRouter(
+        hidden=8,
+        penalties=[0.1],
+        learning_rate=0.02,
+        max_steps=5,
+        patience=5,
+        neighbours=[3],
+        num_resamples=20,
+    )
+
+
+def evaluate(built: Any, out: Path, stage: Evaluate = EVALUATE) -> dict[str, Any]:
+    groups, inputs = built
+    out.mkdir(parents=True, exist_ok=True)
+    stage.run(Workspace(groups, inputs, out, 3, RUNTIME))
+    return json.loads(
+        (out / "results.json").read_text(encoding="utf-8"),
+        parse_constant=lambda name: pytest.fail(f"{name} is not JSON"),
+    )
+
+
+@pytest.fixture(scope="module")
+def done(built: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A whole, uninterrupted run."""
+    out = tmp_path_factory.mktemp("evaluate")
+    return out, evaluate(built, out)
+
+
+def test_every_method_decodes_the_same_prompts(done: tuple[Path, dict[str, Any]]) -> None:
+    out, results = done
+    cells = list(Journal(out / "cells.jsonl").cells.values())
+    assert len(cells) == (2 * 2 + 2) * 2 * 2 * 5  # prompts, laws, repeats, methods
+    of = {m: {c.key[:3] for c in cells if c.method == m} for m in {c.method for c in cells}}
+    assert set(of) == {"plain", "best fixed", "router only", "policy cold", "policy + router"}
+    assert len({frozenset(keys) for keys in of.values()}) == 1
+    rows = {(r["law"], r["domain"], r["method"]): r for r in results["wall"]}
+    assert {key[1] for key in rows} == {"all", "code", "chat", "mixed"}
+    for (law, domain, method), row in rows.items():
+        if method == "plain":
+            assert row["speed_ratio"]["value"] == pytest.approx(1.0)
+            assert row["acceptance_length"] == row["break_even_length"] == pytest.approx(1.0)
+            assert row["share_of_steps_off"] == 1.0
+        else:
+            faster = row["acceptance_length"] / row["break_even_length"]
+            assert row["speed_ratio"]["value"] == pytest.approx(faster), (law, domain)
+
+
+def test_greedy_texts_are_plain_decodings_and_drafts_were_accepted(
+    done: tuple[Path, dict[str, Any]],
+) -> None:
+    audit = done[1]["audit"]
+    assert set(audit["compared"].values()) == {12}
+    assert set(audit["different"].values()) == {0}
+    fixed = [row for row in done[1]["wall"] if row["method"] == "best fixed"]
+    assert any(row["acceptance_rate"] for row in fixed), "an equality with nothing accepted"
+
+
+def test_a_planted_difference_is_found_with_its_gap(built: Any, tmp_path: Path, done: Any) -> None:
+    shutil.copy(done[0] / "cells.jsonl", tmp_path / "cells.jsonl")
+    lines = (tmp_path / "cells.jsonl").read_text().splitlines()
+    cells = [json.loads(line) for line in lines]
+    wrong = next(c for c in cells if c["law"] == "greedy" and c["method"] == "policy cold")
+    wrong["token_ids"][2] += 1
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(c) + "\n" for c in cells))
+    audit = evaluate(built, tmp_path)["audit"]
+    assert audit["different"]["policy cold"] == 1
+    assert audit["differences"][0]["position"] == 2
+    assert audit["differences"][0]["gap"] > 0
+
+
+@pytest.mark.parametrize("kept", [0, 1, 37])
+def test_a_killed_run_ends_in_the_same_table(
+    built: Any, done: tuple[Path, dict[str, Any]], tmp_path: Path, kept: int
+) -> None:
+    """Killed after some cells, in the middle of writing the next."""
+    lines = (done[0] / "cells.jsonl").read_text().splitlines(keepends=True)
+    text = "".join(lines[:kept]) + lines[kept][: len(lines[kept]) // 2]
+    (tmp_path / "cells.jsonl").write_text(text)
+    again = evaluate(built, tmp_path)
+    assert again == done[1]
+    assert (tmp_path / "cells.jsonl").read_text() == (done[0] / "cells.jsonl").read_text()
+
+
+def test_the_report_stands_alone_and_says_what_to_deploy(
+    done: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, results = done
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 3  # nothing was trained
+    assert "$" not in page.split("</style>")[1]
+    assert "<link" not in page
+    assert 'src="http' not in page
+    assert results["deployment"].endswith(".")
+    assert {"ngram", "cut"} <= set(results["deployment"].replace(",", "").split())
+    assert {row["policy"] for row in results["replay"]} >= {
+        "plain",
+        "best fixed",
+        "policy cold",
+        "policy + population",
+        "policy + router",
+        "thompson + router",
+        "thompson_flat",
+        "ucb1",
+        "router_only + router",
+        "oracle: best arm of each prompt",
+    }
+
+
+def test_costs_of_another_machine_are_refused(built: Any, tmp_path: Path) -> None:
+    groups, inputs = built
+    shutil.copytree(inputs["costs"], tmp_path / "costs")
+    costs = json.loads((tmp_path / "costs" / "costs.json").read_text())
+    (tmp_path / "costs" / "costs.json").write_text(json.dumps({**costs, "key": "elsewhere"}))
+    with pytest.raises(ValueError, match="elsewhere.*stage=profile"):
+        evaluate((groups, {**inputs, "costs": tmp_path / "costs"}), tmp_path / "out")
+
+
+def test_no_prompt_that_fits_is_one_sentence(built: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens=1000"):
+        evaluate(built, tmp_path, replace(EVALUATE, max_new_tokens=1000))
+
+
+def test_what_a_policys_name_stands_for_is_part_of_the_identity() -> None:
+    identity = EVALUATE.identity()
+    assert identity["replay_policies"]["thompson"]["hazard"] > 0
+    assert identity["max_new_tokens"] == 12
