@@ -55,9 +55,9 @@ def drafter_card(
     settings = training["identity"]["settings"]
     whole = described["pretrained"] is not None
     return f"""{front_matter(fields)}
-# {name}: a drafter for {_target_name(target)}
+# {name}: a drafter for {_short_name(target)}
 
-It guesses tokens that {_target_name(target)} then verifies, so what is decoded is the target's own
+It guesses tokens that {_short_name(target)} then verifies, so what is decoded is the target's own
 text. Alone it is a weak model: do not use it to answer anybody.
 
 ## Use
@@ -107,7 +107,7 @@ def router_card(
 # What to expect of {len(config["drafters"])} drafters on a prompt
 
 Reads a prompt (embedding, cheap features, temperature) and says how likely each drafter's tokens
-are to be accepted by {_target_name(target)}, with a spread: {", ".join(config["drafters"])}.
+are to be accepted by {_short_name(target)}, with a spread: {", ".join(config["drafters"])}.
 
 ## Use
 ```python
@@ -117,7 +117,7 @@ from router.encoder import SentenceEncoder
 router = load_router(folder, SentenceEncoder(encoder_folder))
 router.prior("Sort a list in Rust.", num_prompt_tokens=30, sampling=Sampling())
 ```
-Encoder: {config["encoder"]["name_or_path"]}, digest `{config["encoder"]["digest"]}`; another one is
+Encoder: {_short_name(config["encoder"])}, digest `{config["encoder"]["digest"]}`; another one is
 refused. One prior took {report["prior_milliseconds"]["median"]:.1f} ms (median).
 
 ## Measured
@@ -148,7 +148,7 @@ def export_card(content: Mapping[str, Any], license_name: str, acceptance: str) 
         "tags": ["speculative-decoding", "outrider"],
     }
     return f"""{front_matter(fields)}
-# A decoder for {_target_name(content["target"])}
+# A decoder for {_short_name(content["target"])}
 
 Drafters, a router and measured costs. The target's weights are not here: they are found by name,
 or given as a folder.
@@ -191,8 +191,8 @@ def _router_table(report: Mapping[str, Any]) -> str:
     return table([*header, "router - population, 95%", "calibration error"], rows)
 
 
-def _target_name(target: Mapping[str, Any]) -> str:
-    return target["name_or_path"].rstrip("/").rpartition("/")[2]
+def _short_name(model: Mapping[str, Any]) -> str:
+    return model["name_or_path"].rstrip("/").rpartition("/")[2]
 
 
 def _provenance(manifest: Mapping[str, Any]) -> str:

@@ -63,6 +63,10 @@ def test_a_saved_router_says_the_same(model, folder, text, sampling):
     ):
         assert prior.mean[name] == pytest.approx(value * math.sqrt(1 + math.pi / 8 * spread**2))
     assert prior.source == "router"
+    _, _, offsets = model.population.at(temperature)
+    known = dict(zip(("lookup", "small"), offsets[0].tolist(), strict=True))
+    assert known["lookup"] != known["small"]
+    assert {name: list(row) for name, row in prior.depth_offsets.items()} == known
     assert (
         set(prior.mean)
         == set(prior.population_sd)

@@ -108,6 +108,19 @@ def test_equal_seeds_give_equal_weights():
     assert not torch.equal(ours["first.weight"], other.model.head.state_dict()["first.weight"])
 
 
+def test_the_step_that_validated_best_is_the_one_kept():
+    examples = make_examples(8, informative=False)
+    fitted = fit(examples)
+    losses = [row["validation_nll"] for row in fitted.trained.history]
+    assert losses[fitted.trained.step] == min(losses)
+    validation = examples.split("validation")
+    base, _, _ = fitted.model.population.at(validation.temperatures)
+    inputs = fitted.model.standardiser(embed(validation), example_features(validation))
+    batch = Batch(inputs, base, validation.successes, validation.trials)
+    kept = float(mean_nll(base + fitted.model.head(inputs), batch))
+    assert kept == pytest.approx(min(losses), abs=1e-9)
+
+
 def test_a_prompt_without_a_proposal_has_no_say():
     base = torch.zeros(3, 2, dtype=torch.float64)
     trials = torch.tensor([[10.0, 0], [20, 0], [0, 0]], dtype=torch.float64)
