@@ -1,7 +1,7 @@
 """The decoder that people use: a target, a pool of drafters, a policy, and lossless text."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +50,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: Target | torch.nn.Module | str | Path,
-        drafters: dict[str, Drafter | str | Path] | Drafter | str | Path | None = None,
+        drafters: Mapping[str, Drafter | str | Path] | Drafter | str | Path | None = None,
         policy: Policy | str | None = None,
         router: Router | None = None,
         *,
@@ -68,7 +68,7 @@ class SpeculativeDecoder:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
         clock = clock or SystemClock()
         self.target = resolve_target(target, tokenizer=tokenizer, device=device, dtype=dtype)
-        self.tokenizer = tokenizer or getattr(self.target, "tokenizer", None)
+        self.tokenizer: Any = tokenizer or getattr(self.target, "tokenizer", None)
         self.pool = Pool(resolve_drafters(drafters, self.target), self.target.vocab_size)
         self.policy = resolve_policy(policy, self.target, self.pool.drafters, clock)
         self.router = router

@@ -55,15 +55,27 @@ class TransformersTarget:
         *,
         dtype: torch.dtype | None = None,
         device: str | None = None,
+        trust_remote_code: bool = False,
     ) -> "TransformersTarget":
         """Load a folder or Hub name; float32 and the GPU, where there is one, unless told
         otherwise.
+
+        Only safetensors are read. Raises ValueError where no causal LM can be loaded.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        name = str(name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or torch.float32)
-        loaded: Any = model.to(torch.device(device))  # type: ignore[arg-type]
-        return cls(loaded, AutoTokenizer.from_pretrained(name), name)
+        name, remote = str(name_or_path), trust_remote_code
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype or torch.float32, trust_remote_code=remote, use_safetensors=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=remote)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise ValueError(
+                f"no causal LM could be loaded from {name} ({reason}); give a model folder with "
+                "config.json, safetensors and tokenizer, or a Hub name"
+            ) from error
+        return cls(model.to(device), tokenizer, name)
 
     @property
     def device(self) -> str:
