@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from decode.targets.transformers import TransformersTarget
@@ -66,7 +67,7 @@ class Trainer:
         self.name, self.seed = workspace.groups["entry"].name, workspace.seed
         self.clock = workspace.runtime.make_clock()
         device = workspace.runtime.resolved_device()
-        self.accelerator = Accelerator(cpu=device == "cpu", mixed_precision="no")
+        self.accelerator = accelerator_on(device)
         precision = fast_dtype(device) if settings.precision == "auto" else settings.precision
         self.low_precision = precision == "bfloat16"
         lengths = [len(row.token_ids) for row in rows]
@@ -230,6 +231,13 @@ class Trainer:
         for folder in self.out.glob(f"{BEST}*"):
             if folder != besides:
                 shutil.rmtree(folder)
+
+
+def accelerator_on(device: str) -> Accelerator:
+    """An accelerator on this kind of device, whichever one an earlier run of this process used."""
+    if AcceleratorState._shared_state and AcceleratorState().device.type != device:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=device == "cpu", mixed_precision="no")
 
 
 def clean_up(out: Path) -> None:

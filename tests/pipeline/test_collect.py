@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from test_build import CUT, entry
 from test_regenerate import stage as regenerate_stage
+from test_train_drafter import distill
 from tiny import tiny_target_folder
-from workspace import RUNTIME, prompt, tiny_config, workspace, write_prompts
+from workspace import GPU, RUNTIME, prompt, tiny_config, workspace, write_prompts
 
 from drafters.base import BuildContext, target_parts
 from drafters.composite import CompositeConfig
@@ -24,7 +25,7 @@ from drafters.ngram import NgramConfig
 from pipeline import collect
 from pipeline.acceptance import FILE, load_acceptance
 from pipeline.answers import Answers
-from pipeline.build import build_drafters, load_target
+from pipeline.build import NamedEntry, build_drafters, load_target
 from pipeline.collect import Collect
 from pipeline.config import Pool
 
@@ -179,3 +180,41 @@ def test_settings_that_do_not_fit(world: dict[str, Any], tmp_path: Path) -> None
         ValueError, match=r"no answers in the splits mixed; add them to stages\.regenerate"
     ):
         stage(splits=["mixed"]).run(workspace(world["groups"], world["inputs"], tmp_path))
+
+
+@pytest.mark.gpu
+def test_answers_training_and_acceptance_on_a_gpu(tmp_path: Path) -> None:
+    """The same chain of stages with everything on the device; a killed run resumes there too."""
+    splits = {
+        name: [prompt(n, d, words=2 + n % 5) for n in range(start, start + 6) for d in ("a", "b")]
+        for name, start in (("drafter_train", 0), ("validation", 10))
+    }
+    config = tiny_config(tiny_target_folder(tmp_path / "target"))
+    prompts = write_prompts(tmp_path / "prompts", splits)
+    groups = {"target": config, "pool": POOL, "entry": NamedEntry("cut", POOL.entries["cut"])}
+
+    def run(stage: Any, out: str, **inputs: Path) -> dict[str, Any]:
+        return stage.run(workspace(groups, inputs, tmp_path / out, runtime=GPU))
+
+    for dtype, out in (("float32", "answers"), ("auto", "fast")):
+        answering = regenerate_stage(
+            laws={"drafter_train": "alternate", "validation": "both"},
+            prompts_per_domain={"drafter_train": 0, "validation": 0},
+            max_new_tokens={"drafter_train": 20, "validation": 20},
+            dtype=dtype,
+        )
+        assert run(answering, out, prompts=prompts)["num_answers"] == 36
+    answers = tmp_path / "answers"
+    for precision in ("float32", "auto"):
+        for teacher in ("recorded", "model"):
+            out = f"{precision}-{teacher}"
+            metrics = run(distill(teacher=teacher, precision=precision), out, answers=answers)
+            assert metrics["num_rows"] == 12
+    trained = tmp_path / "float32-recorded"
+    inputs = {"answers": answers, "drafter:cut": trained, "drafter:full": trained}
+    pool = Pool(entries={n: e for n, e in POOL.entries.items() if n != "full"})
+    groups["pool"] = pool
+    metrics = run(stage(splits=["validation"]), "collected", **inputs)
+    for name in pool.entries:
+        decoded = metrics[f"decoded_acceptance_length_{name}_greedy"]
+        assert decoded == pytest.approx(metrics[f"predicted_acceptance_length_{name}_greedy"])

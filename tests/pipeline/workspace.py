@@ -12,6 +12,7 @@ from pipeline.runtime import Runtime
 from pipeline.stage import Workspace
 
 RUNTIME = Runtime(device="cpu", threads=1, clock="system")
+GPU = Runtime(device="cuda", threads=1, clock="system")
 
 
 def tiny_config(folder: Path) -> TargetConfig:
@@ -46,7 +47,11 @@ def write_prompts(folder: Path, splits: Mapping[str, list[dict[str, Any]]]) -> P
 
 
 def workspace(
-    groups: Mapping[str, Any], inputs: Mapping[str, Path], out: Path, seed: int = 3
+    groups: Mapping[str, Any],
+    inputs: Mapping[str, Path],
+    out: Path,
+    seed: int = 3,
+    runtime: Runtime = RUNTIME,
 ) -> Workspace:
     out.mkdir(parents=True, exist_ok=True)
-    return Workspace(groups, inputs, out, seed, RUNTIME)
+    return Workspace(groups, inputs, out, seed, runtime)
