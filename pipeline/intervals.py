@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+Floats = Sequence[float] | np.ndarray
 LEVEL = 0.95
 CHUNK = 256  # resamples at a time, so that memory stays small for many prompts
 
@@ -28,7 +29,7 @@ class Interval:
 
 
 def ratio_of_totals(
-    numerators: Sequence[float], denominators: Sequence[float], num_resamples: int, seed: int
+    numerators: Floats, denominators: Floats, num_resamples: int, seed: int
 ) -> Interval:
     """sum(numerators) / sum(denominators); entries are paired prompts, which are resampled
     together.
@@ -37,10 +38,10 @@ def ratio_of_totals(
 
 
 def ratio_of_rates(
-    tokens: Sequence[float],
-    seconds: Sequence[float],
-    base_tokens: Sequence[float],
-    base_seconds: Sequence[float],
+    tokens: Floats,
+    seconds: Floats,
+    base_tokens: Floats,
+    base_seconds: Floats,
     num_resamples: int,
     seed: int,
 ) -> Interval:

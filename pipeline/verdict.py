@@ -102,6 +102,6 @@ def best_arm_of(drafter: str, law: str, grid: Sequence[Row]) -> Row | None:
         if row["drafter"] == drafter
         and row["law"] == law
         and row["domain"] == ALL
-        and math.isfinite(row["tokens_per_second"])
+        and math.isfinite(row["tokens_per_second"] or math.nan)
     ]
     return max(rows, key=lambda row: row["tokens_per_second"], default=None)

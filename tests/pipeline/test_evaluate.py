@@ -86,7 +86,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     everywhere = dict.fromkeys(SPLITS, 0)
     run("regenerate", regenerate(everywhere), "answers")
-    check = {"check_split": "test", "check_prompts": 0, "check_num_draft_tokens": 3}
+    check: dict[str, Any] = {
+        "check_split": "test",
+        "check_prompts": 0,
+        "check_num_draft_tokens": 3,
+    }
     run("collect", Collect(splits=list(SPLITS), max_depth=5, **check), "acceptance")
     run("profile", profile(), "costs")
     run("train_router", router(), "router")
@@ -234,7 +238,7 @@ def test_costs_of_another_machine_are_refused(built: Any, tmp_path: Path) -> Non
     shutil.copytree(inputs["costs"], tmp_path / "costs")
     costs = json.loads((tmp_path / "costs" / "costs.json").read_text())
     (tmp_path / "costs" / "costs.json").write_text(json.dumps({**costs, "key": "elsewhere"}))
-    with pytest.raises(ValueError, match="elsewhere.*stage=profile"):
+    with pytest.raises(ValueError, match=r"elsewhere.*stage=profile"):
         evaluate((groups, {**inputs, "costs": tmp_path / "costs"}), tmp_path / "out")
 
 
