@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_build import CUT, entry
 from test_regenerate import stage as regenerate_stage
 from test_train_drafter import distill
@@ -183,6 +184,7 @@ def test_settings_that_do_not_fit(world: dict[str, Any], tmp_path: Path) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_answers_training_and_acceptance_on_a_gpu(tmp_path: Path) -> None:
     """The same chain of stages with everything on the device; a killed run resumes there too."""
     splits = {
