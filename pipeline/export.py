@@ -40,7 +40,7 @@ from router.encoder import SentenceEncoder
 
 log = logging.getLogger(__name__)
 
-ENCODER_FILES = ("*.safetensors", "*.json", "vocab.txt", "*_*/config.json")
+ENCODER_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")  # and in its modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,8 @@ class Export(Stage):
 
 def copy_encoder(source: Path, folder: Path) -> None:
     """The files that sentence-transformers needs, and no others."""
-    for file in sorted({file for pattern in ENCODER_FILES for file in source.glob(pattern)}):
+    patterns = [f"{where}{name}" for name in ENCODER_FILES for where in ("", "[0-9]*_*/")]
+    for file in sorted({file for pattern in patterns for file in source.glob(pattern)}):
         copy = folder / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)

@@ -9,7 +9,13 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 # What decides an embedding: weights, tokenizer, and how token vectors are pooled and cut.
-IDENTITY_FILES = ("modules.json", "sentence_bert_config.json", "tokenizer.json")
+IDENTITY_FILES = (
+    "modules.json",
+    "sentence_bert_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
 
 
 @runtime_checkable
@@ -27,7 +33,8 @@ class Encoder(Protocol):
 def encoder_digest(folder: Path) -> str:
     """Hex digest of the files of a sentence-transformers folder that decide its embeddings."""
     files = [folder / name for name in IDENTITY_FILES if (folder / name).exists()]
-    files += sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*_*/config.json"))
+    for pattern in ("*.safetensors", "[0-9]*_*/*.safetensors", "[0-9]*_*/config.json"):
+        files += sorted(folder.glob(pattern))
     if not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(
             f"{folder} holds no model.safetensors; point encoder.name_or_path at a "

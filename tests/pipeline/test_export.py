@@ -10,6 +10,8 @@ import dataclasses
 import importlib
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from test_features import encoder_folder
-from tiny import tiny_target_folder
+from tiny import tiny_encoder_folder, tiny_target_folder
 from workspace import RUNTIME, tiny_config, workspace
-from world import HashEncoder, make_rows
+from world import make_rows
 
+from decode import SpeculativeDecoder
 from decode.costs import Costs
 from decode.policies.fixed import FixedConfig
 from decode.types import Sampling
@@ -38,7 +40,7 @@ from pipeline.exported import DECODER, find_target, open_router, read_export
 from pipeline.manifest import finish
 from pipeline.models import EncoderConfig
 from pipeline.train_router import TrainRouter
-from router.encoder import encoder_digest
+from router.encoder import SentenceEncoder
 
 CUT = LmConfig(source=None, layers=[0, -1], num_draft_vocab=0, train_head=False, dtype="float32")
 SMALL = dataclasses.replace(CUT, layers=[1], num_draft_vocab=31, train_head=True)
@@ -56,13 +58,6 @@ POOL = Pool(
         "both": entry(CompositeConfig(lookup="ngram", model="small", min_match=1)),
     }
 )
-
-
-class FolderEncoder(HashEncoder):
-    """A hash encoder whose digest is its folder's, as the real one's is."""
-
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
-        super().__init__(digest=encoder_digest(folder))
 
 
 def finished(folder: Path, stage: str) -> Path:
@@ -91,24 +86,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 )
         drafter.save(root / name)
         inputs[f"drafter:{name}"] = finished(root / name, "distill")
-    folder = encoder_folder(root / "encoder")
-    (folder / "config.json").write_text("{}")
+    folder = tiny_encoder_folder(root / "encoder")
     encoder = EncoderConfig(name_or_path=str(folder), revision=None, wheel=None, wheel_sha256=None)
     policy = FixedConfig(drafter="cut", num_draft_tokens=3)
     groups = {"target": config, "pool": POOL, "encoder": encoder, "policy": policy}
     inputs["acceptance"] = write_acceptance(root / "acceptance")
     inputs["router"] = root / "router"
-    settings = {
+    settings: dict[str, Any] = {
         "hidden": 8,
         "penalties": [0.1],
         "learning_rate": 0.02,
         "max_steps": 10,
         "patience": 5,
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_router, "SentenceEncoder", FolderEncoder)
-        stage = TrainRouter(**settings, neighbours=[3], num_resamples=20)  # type: ignore[arg-type]
-        stage.run(workspace(groups, {"acceptance": inputs["acceptance"]}, inputs["router"]))
+    stage = TrainRouter(**settings, neighbours=[3], num_resamples=20)
+    stage.run(workspace(groups, {"acceptance": inputs["acceptance"]}, inputs["router"]))
     finished(inputs["router"], "train_router")
     inputs["costs"] = write_costs(root / "costs")
     return {"groups": groups, "inputs": inputs}
@@ -137,17 +129,10 @@ def run(world: dict[str, Any], out: Path, **changes: Any) -> dict[str, Any]:
     return Export(**settings).run(workspace(world["groups"], world["inputs"], out))
 
 
-@pytest.fixture(autouse=True)
-def _folder_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "SentenceEncoder", FolderEncoder)
-
-
 @pytest.fixture(scope="module")
 def exported(world: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("exported")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "SentenceEncoder", FolderEncoder)
-        return out, run(world, out)
+    return out, run(world, out)
 
 
 @pytest.fixture
@@ -201,19 +186,20 @@ def test_the_whole_models_have_the_drafters_law(world: dict[str, Any], exported:
 
 
 def test_the_router_and_its_encoder_travel(world: dict[str, Any], copy: Path) -> None:
-    shutil.rmtree(copy / "drafters" / "cut" / "own" / "nothing", ignore_errors=True)
-    router = open_router(copy, read_export(copy), make_encoder=FolderEncoder)
+    router = open_router(copy, read_export(copy))
     original = train_router.load_router(
-        world["inputs"]["router"], FolderEncoder(Path(world["groups"]["encoder"].name_or_path))
+        world["inputs"]["router"], SentenceEncoder(Path(world["groups"]["encoder"].name_or_path))
     )
     assert router is not None
     ours = original.prior("def loop", 9, Sampling())
     theirs = router.prior("def loop", 9, Sampling())
     assert theirs.mean == pytest.approx(ours.mean, rel=1e-12)
     assert set(theirs.mean) == set(POOL.entries)
-    (copy / "encoder" / "tokenizer.json").write_text('{"other": 1}')
+    weights = load_file(copy / "encoder" / "model.safetensors")
+    changed = {name: tensor + 0.01 for name, tensor in weights.items()}
+    save_file(changed, copy / "encoder" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"the encoder given has digest"):
-        open_router(copy, read_export(copy), make_encoder=FolderEncoder)
+        open_router(copy, read_export(copy))
 
 
 def test_without_a_copy_the_encoder_is_found_by_name(world: dict[str, Any], tmp_path: Path) -> None:
@@ -221,7 +207,7 @@ def test_without_a_copy_the_encoder_is_found_by_name(world: dict[str, Any], tmp_
     content = read_export(tmp_path)
     assert content["encoder"] is None
     assert not (tmp_path / "encoder").exists()
-    assert open_router(tmp_path, content, make_encoder=FolderEncoder) is not None
+    assert open_router(tmp_path, content) is not None
     assert {facts["pretrained"] for facts in content["drafters"].values()} == {None}
     assert not (tmp_path / "drafters" / "cut" / "model.safetensors").exists()
     assert (tmp_path / "drafters" / "cut" / "own" / "model.safetensors").exists()
@@ -348,3 +334,31 @@ def test_the_stage_asks_for_all_it_reads_and_its_yaml_lists_its_fields() -> None
     values = yaml.safe_load(path.read_text())
     assert values.pop("_target_") == "pipeline.export.Export"
     assert set(values) == {field.name for field in dataclasses.fields(Export)}
+
+
+ALONE = """
+import json, sys
+from pipeline import load_decoder
+decoder = load_decoder(sys.argv[1], target=sys.argv[2], device="cpu")
+result = decoder.generate(["w3 w4 w5 w3 w4", "w9"], max_new_tokens=12)
+drafted = [record.num_drafted for row in result.records for record in row]
+prior = decoder.router.prior("w3 w4", 5, __import__("decode").Sampling())
+print(json.dumps({"ids": result.token_ids, "drafted": sum(drafted), "source": prior.source}))
+"""
+
+
+def test_a_new_process_decodes_from_the_folder_alone(
+    world: dict[str, Any], copy: Path, tmp_path: Path
+) -> None:
+    original = Path(world["groups"]["target"].name_or_path)
+    moved = Path(shutil.copytree(original, tmp_path / "moved"))
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(copy), str(moved)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["source"] == "router"
+    assert said["drafted"] > 0
+    target = load_target(world["groups"]["target"], RUNTIME)
+    plain = SpeculativeDecoder(target).generate(["w3 w4 w5 w3 w4", "w9"], max_new_tokens=12)
+    assert [list(map(int, ids)) for ids in plain.token_ids] == said["ids"]

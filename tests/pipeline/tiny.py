@@ -62,3 +62,28 @@ def tiny_target_folder(folder: Path, seed: int = 0) -> Path:
     tiny_model(seed).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tiny_encoder_folder(folder: Path, seed: int = 0) -> Path:
+    """Write a sentence encoder of one layer, 16 wide, as sentence-transformers keeps one."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        pad_token_id=EOS,
+    )
+    parts = folder.with_name(folder.name + "-parts")
+    BertModel(config).save_pretrained(parts)
+    tiny_tokenizer().save_pretrained(parts)
+    words = Transformer(str(parts), max_seq_length=64)
+    SentenceTransformer(modules=[words, Pooling(16)]).save(str(folder))
+    return folder
