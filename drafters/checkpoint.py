@@ -47,6 +47,8 @@ def read_description(folder: Path, kind: str) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not valid JSON ({error}); delete {folder} and make the drafter again"
         ) from error
+    if not isinstance(description, dict):
+        raise ValueError(f"{path} describes nothing; delete {folder} and make the drafter again")
     found = (description.get("kind"), description.get("format_version"))
     if found != (kind, FORMAT_VERSION):
         raise ValueError(

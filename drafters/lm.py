@@ -193,7 +193,7 @@ def from_pretrained(name_or_path: str, target: Any) -> LmDrafter:
     parts = target_parts(target)
     folder = Path(name_or_path)
     stored = read_description(folder, "lm") if (folder / DESCRIPTION).exists() else None
-    if stored is not None and stored["layout"] != PRETRAINED:
+    if stored is not None and stored.get("layout") != PRETRAINED:
         return LmConfig(**stored["config"]).build(BuildContext(parts, weights=folder))
     draft_ids = None if stored is None else read_draft_vocab(folder)
     config = LmConfig(

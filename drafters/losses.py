@@ -8,8 +8,8 @@ forward_kl  S = known ids in D, m = sum of p over S:
             m KL(p/m || q) = sum_S p (log p - log m - log q).
             What lies outside S (the truncated tail, and ids outside D) is left out, and the token
             counts by the mass that is left. All logits known: S = D, nothing is truncated.
-others      dense over D: the tail's exact mass, 1 - (sum over known ids), is spread evenly over the
-            V - k unknown ids; m is the mass of all this in D.
+others      dense over D: the tail's exact mass, 1 - (sum over known ids) and 1e-7 at least, is spread
+            evenly over the V - k unknown ids; m is the mass of all this in D.
 reverse_kl  m KL(q || p/m)
 jsd         m (KL(p/m || a) + KL(q || a)) / 2, with a the mean of the two laws
 tv          1 - sum_D min(p, q): exactly the chance that a drafted token is rejected
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LEAST_TAIL = 1e-7  # float32 sums do not know less; a tail of zero would be an infinite reverse KL
 TINY = 1e-30  # keeps log of an exact zero finite; far below any float32 probability that matters
 
 
@@ -49,7 +50,7 @@ class Teacher:
         """Probabilities of the draft columns, the tail spread evenly; rows sum to the mass in D."""
         found, probs, inside = self.known(columns)
         num_unknown = self.vocab_size - probs.shape[-1]
-        tail = (1 - probs.sum(-1, keepdim=True)).clamp(min=0) / max(1, num_unknown)
+        tail = (1 - probs.sum(-1, keepdim=True)).clamp(min=LEAST_TAIL) / max(1, num_unknown)
         spread = (
             tail.repeat(1, num_columns) if num_unknown else probs.new_zeros(len(probs), num_columns)
         )

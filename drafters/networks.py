@@ -94,7 +94,7 @@ class CutNetwork(DraftNetwork):
         """Rows that answer: trained, gathered, or all of the donor's."""
         if self.head is not None:
             return self.head
-        return self._frozen[1].weight if self.head_rows is None else self.head_rows
+        return self._frozen[1].weight.detach() if self.head_rows is None else self.head_rows
 
     def full_head_weight(self) -> Tensor:  # [V, hidden size]
         """The donor's head with this network's rows at the draft ids."""
@@ -125,7 +125,7 @@ class CutNetwork(DraftNetwork):
         return {n: t for n, t in _each_once(self).items() if not n.startswith(frozen)}
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        return self._frozen[0](token_ids).to(self.dtype)
+        return self._frozen[0](token_ids).detach().to(self.dtype)  # no gradient for the target
 
     def _project(self, states: Tensor) -> Tensor:
         weight = self.head_weight()

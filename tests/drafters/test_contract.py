@@ -95,9 +95,7 @@ def test_proposals_follow_the_law_of_an_independent_pass(
     firsts = torch.tensor([pair[0] for pair in pairs])
     common = int(firsts.mode().values)
     seconds = torch.tensor([second for first, second in pairs if first == common])
-    laws = processed_probs(
-        network_rows(drafter, NEW, [common, 0]), *law_of((sampling,) * 2), None
-    )
+    laws = processed_probs(network_rows(drafter, NEW, [common, 0]), *law_of((sampling,) * 2), None)
     assert_follows(firsts, laws[0])
     assert_follows(seconds, laws[1])
 
