@@ -8,7 +8,7 @@ forward_kl  S = known ids in D, m = sum of p over S:
             m KL(p/m || q) = sum_S p (log p - log m - log q).
             What lies outside S (the truncated tail, and ids outside D) is left out, and the token
             counts by the mass that is left. All logits known: S = D, nothing is truncated.
-others      dense over D: the tail's exact mass, 1 - (sum over known ids) and 1e-7 at least, is spread
+others      dense over D: the tail's mass, 1 - (sum over known ids) and 1e-7 at least, is spread
             evenly over the V - k unknown ids; m is the mass of all this in D.
 reverse_kl  m KL(q || p/m)
 jsd         m (KL(p/m || a) + KL(q || a)) / 2, with a the mean of the two laws

@@ -1,4 +1,4 @@
-"""Would catch: a lookup believed on fewer tokens than asked; a source that does not say who guessed;
+"""Would catch: a lookup believed on fewer tokens than asked; a source that does not name the part;
 a model's cache that misses the tokens which a lookup proposed; sessions that disturb each other.
 
 Equality is exact: both sides run the same code on the same text.

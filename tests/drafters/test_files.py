@@ -1,6 +1,6 @@
 """Would catch: shared tensors written to disk; a draft vocabulary that comes back in another order;
-a damaged, truncated or foreign file that loads; an exported model whose logits are not the drafter's;
-half-written files that look finished; tied weights written twice or lost.
+a damaged, truncated or foreign file that loads; an exported model with other
+logits than the drafter's; half-written files that look finished; tied weights stored twice or lost.
 
 Saved and loaded, logits are equal bit for bit. Exported and loaded by transformers, they agree to
 1e-5: the same numbers in a product of another width.

@@ -1,6 +1,6 @@
 """Would catch: a loss on prompt or padding tokens; logits that predict the wrong token; a stored
-law read one row off; normalisation by rows; acceptance averaged instead of summed, counted without the
-token that the target adds, or estimated where it can be counted.
+law read one row off; normalisation by rows; acceptance averaged instead of summed, counted
+without the token that the target adds, or estimated where it can be counted.
 
 Tolerances: 1e-5, float32 sums in another order; 1e-12 on chances, float64.
 """
