@@ -15,7 +15,7 @@ from torch import Tensor
 from decode.clock import Clock
 from decode.noise import Noise
 from decode.pool import Pool
-from decode.sampling import RowSampler, count_tokens, seen_tokens
+from decode.sampling import RowSampler, count_more, count_tokens, seen_tokens
 from decode.stopping import Stopper
 from decode.types import (
     MAX_DRAFT_TOKENS,
@@ -130,9 +130,7 @@ class Loop:
             kept = token_ids[: row.stopper.push(token_ids)]
             row.token_ids.extend(kept)
             if row.counts is not None:
-                row.counts += torch.bincount(torch.tensor(kept), minlength=len(row.counts)).to(
-                    row.counts
-                )
+                count_more(row.counts, kept)
             self.target.rollback(row.target, len(row.token_ids) - 1)
             taken.append(len(kept))
         self.host_seconds += self.watch.lap()

@@ -99,3 +99,9 @@ def count_tokens(
         return None
     ids = torch.tensor(token_ids, dtype=torch.int64)
     return torch.bincount(ids, minlength=vocab_size).to(torch.int32).to(device)
+
+
+def count_more(counts: Tensor, token_ids: Sequence[int]) -> None:
+    """Add tokens to a row's counts, in place."""
+    ids = torch.tensor(token_ids, dtype=torch.int64)
+    counts += torch.bincount(ids, minlength=len(counts)).to(counts)

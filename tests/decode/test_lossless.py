@@ -81,11 +81,13 @@ def check(
 
 
 @pytest.mark.parametrize("edge", JUST_INSIDE)
+@pytest.mark.parametrize("num_draft_tokens", [1, 2])  # 1: steps follow bonus tokens as well
 @pytest.mark.parametrize("name", LAWS)
-def test_law_is_kept_when_drafting_by_chance(name: str, edge: float) -> None:
-    script = [("near", 2), ("far", 1)]
+def test_law_is_kept_when_drafting_by_chance(name: str, num_draft_tokens: int, edge: float) -> None:
+    script = [("near", num_draft_tokens), ("far", 1)]
     events = check(LAWS[name], lambda: ScriptedPolicy(script), 3, edge)
-    assert all(events[kind] for kind in ("rejected", "accepted", "near 2", "far 1")), events
+    wanted = ("rejected", "accepted", f"near {num_draft_tokens}", "far 1")
+    assert all(events[kind] for kind in wanted), events
 
 
 @pytest.mark.parametrize("name", ["plain", "top-p", "penalty", "all"])

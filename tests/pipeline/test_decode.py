@@ -1,6 +1,7 @@
-"""Bugs these tests would catch: a stream on the terminal that is not the text that is kept; a prompt
-that skips the chat template, or a continuation that goes through it; lines of a file read as another
-kind; two sources of prompts of which one is silently ignored; an empty file that decodes nothing.
+"""Bugs these tests would catch: a stream on the terminal that is not the text that is kept; a
+prompt that skips the chat template, or a continuation that goes through it; lines of a file read as
+another kind; two sources of prompts of which one is silently ignored; an empty file that decodes
+nothing.
 """
 
 import io
@@ -59,7 +60,7 @@ def test_the_stream_is_the_text_that_is_kept(
     assert rows[0]["text"]
     assert metrics["new_tokens"] == rows[0]["metrics"]["num_new_tokens"] <= 24
     assert metrics["acceptance_length"] >= 1
-    bare, bare_rows = run(replace(stage, chat=False), tmp_path / "b")
+    _, bare_rows = run(replace(stage, chat=False), tmp_path / "b")
     assert bare_rows[0]["metrics"]["num_prompt_tokens"] == 3
     assert rows[0]["metrics"]["num_prompt_tokens"] > 3
     plain, plain_rows = run(replace(stage, drafter=None), tmp_path / "c")
