@@ -7,6 +7,7 @@ decoding takes verify(1) + host. Tables are measured at a few sizes and interpol
 
 import hashlib
 import json
+import logging
 import math
 import platform
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,11 @@ from decode.types import (
 )
 from decode.verification import Draft, Verifier, select_verifier, verify_drafts
 
+log = logging.getLogger(__name__)
+
 SCHEMA = 1
 GROWTH = 2  # tokens by which a measured row grows between two proposals, as an accepted step would
+BUSY = 1.5  # median over fastest, above which timings are not to be trusted
 LAWS = (Sampling(), Sampling(temperature=1.0))  # measured: greedy, sampled
 SYNTHETIC_PERIOD = 23  # tokens after which the repeating synthetic context repeats
 
@@ -295,7 +299,21 @@ def _measure_target(
                 if turn:
                     table[width].append(scored + timer.now() - start)
             target.rollback(session, len(row) - 1)
+    _warn_if_busy(seconds[0])
     return [{width: median(found) for width, found in table.items()} for table in seconds]
+
+
+def _warn_if_busy(seconds: Mapping[int, Sequence[float]]) -> None:
+    """Work of one size takes one time; where it did not, something else was running."""
+    worst = max(
+        (median(found) / min(found) for found in seconds.values() if min(found) > 0), default=1.0
+    )
+    if worst > BUSY:
+        log.warning(
+            "the machine was busy while it was timed: equal passes took up to %.1f times their "
+            "fastest; measure again when it is quiet",
+            worst,
+        )
 
 
 def _verify(verifier: Verifier, logits: Tensor, draft: list[int], law: Sampling) -> None:

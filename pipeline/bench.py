@@ -76,6 +76,8 @@ class Bench:
         for name, config in {"policy": self.policy, **rivals}.items():
             wanted = priors if config.uses_prior else {"": priors[" cold"]}
             for suffix, prior in wanted.items():
+                if isinstance(config, RouterOnlyConfig) and suffix == " cold":
+                    continue  # without a prior there is nothing to choose by
                 players.append(Player(name + suffix, self.built(config), prior))
         return players
 

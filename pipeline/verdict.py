@@ -19,19 +19,16 @@ def deployment_sentence(results: Mapping[str, Any]) -> str:
     drafter.
     """
     conditions = results["conditions"]
-    clauses = [
-        _recommendation(law, temperature, results["wall"])
-        for law, temperature in conditions["temperatures"].items()
-    ]
+    laws = conditions["temperatures"].items()
+    clauses = [_recommendation(law, temperature, results["wall"]) for law, temperature in laws]
     needs = [
         _need(name, results["grid"], conditions["temperatures"]) for name in conditions["pool"]
     ]
     where = conditions["hardware"].get("gpu") or conditions["hardware"]["cpu"]
-    if len({verb for verb, _ in clauses}) == 1 and clauses[0][0] == PLAIN:
-        opening = f"On {where} deploy plain decoding: " + "; ".join(text for _, text in clauses)
-    else:
-        opening = f"On {where} deploy " + "; ".join(text for _, text in clauses)
-    return f"{opening}. Acceptance length against what breaks even: {'; '.join(needs)}."
+    return (
+        f"On {where} deploy {'; '.join(clauses)}. "
+        f"Acceptance length against what breaks even: {'; '.join(needs)}."
+    )
 
 
 def recommended(law: str, wall: Sequence[Row]) -> Row | None:
@@ -51,17 +48,20 @@ def _clears(row: Row) -> bool:
     return (row["speed_ratio"]["low"] or math.nan) > 1.0
 
 
-def _recommendation(law: str, temperature: float, wall: Sequence[Row]) -> tuple[str, str]:
+def _recommendation(law: str, temperature: float, wall: Sequence[Row]) -> str:
     at = f"at temperature {temperature:g}"
     best = recommended(law, wall)
     if best is not None:
-        return "speculate", f"{named(best)} {at} ({ratio_text(best)} plain decoding's speed)"
+        return f"{named(best)} {at} ({ratio_text(best)} plain decoding's speed)"
     rivals = _rivals(law, wall)
     if not rivals:
-        return PLAIN, f"plain decoding {at} (nothing else was measured)"
+        return f"plain decoding {at} (nothing else was measured)"
     nearest = max(rivals, key=lambda row: row["speed_ratio"]["value"] or -math.inf)
-    reason = f"the best other method, {named(nearest)}, has {ratio_text(nearest)} its speed"
-    return PLAIN, f"plain decoding {at} ({reason}, which does not clear 1)"
+    return (
+        f"plain decoding {at} ({named(nearest)} comes nearest with {ratio_text(nearest)} its "
+        "speed, "
+        "which does not clear 1)"
+    )
 
 
 def named(row: Row) -> str:

@@ -225,3 +225,16 @@ def test_the_key_tells_models_apart() -> None:
     key = costs_key(target)
     target.vocab_size = VOCAB + 1
     assert costs_key(target) != key
+
+
+def test_a_busy_machine_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Busy(FakeTarget):
+        def score(self, sessions: Sequence[Any], token_ids: Sequence[Sequence[int]]) -> Tensor:
+            self.clock.seconds += 5.0 * (sum(self.passes.values()) % 3 > 0)
+            return super().score(sessions, token_ids)
+
+    clock = Ticking()
+    measure_costs(FakeTarget(clock), {}, clock, [2, 5], [1], context_tokens=40, repeats=5)
+    assert not caplog.messages
+    measure_costs(Busy(clock), {}, clock, [2], [1], context_tokens=40, repeats=5)
+    assert "busy" in caplog.messages[0]
