@@ -96,7 +96,7 @@ def resolve_policy(
         )
     if not drafters or policy == OFF:
         return None
-    config = _policy_config(policy or DEFAULT_POLICY)
+    config = policy_config(policy or DEFAULT_POLICY)
     costs = None
     if config.needs_costs:
         costs = quick_costs(target, drafters, clock)
@@ -108,7 +108,7 @@ def resolve_policy(
     return config.build(costs, list(drafters), 0)
 
 
-def _policy_config(name: str) -> Any:
+def policy_config(name: str) -> Any:
     """The policy's settings as conf/policy holds them: values live in YAML only."""
     import yaml
 
