@@ -6,14 +6,16 @@ prompt was half seen in training; a duplicate that differs in case or spacing on
 that is the template again; a code block that lost its indentation in a block scalar; an expansion
 that changes from run to run.
 
-The bounds are the data's contract, not measurements: 40-700 characters is what the smallest preset
-decodes in a step budget of a few hundred tokens, thirteen words is the usual length of a leak check.
+The bounds are the data's contract, not measurements: 40-700 characters keeps a prompt under some
+two hundred tokens, so that the answer and not the prefill is what a small run spends its time on;
+a run of thirteen words is too long to be shared by chance.
 """
 
 import ast
 import re
 import textwrap
 from collections import Counter
+from collections.abc import Iterable
 from itertools import combinations
 
 import pytest
@@ -32,7 +34,7 @@ from pipeline.prompts import (
 ALL = (*DOMAINS, MIXED)
 LENGTH = range(40, 701)
 LEAK_WORDS = 13
-MAX_OVERLAP = 0.8  # Jaccard of the words a wording adds around its slots; a copy scores 1
+MAX_OVERLAP = 0.5  # Jaccard of the words a wording adds around its slots; a copy scores 1
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -47,9 +49,7 @@ def texts(expansion: Expansion) -> tuple[str, ...]:
 EXPANDED: list[tuple[Family, list[Expansion]]] = [
     (family, expand(family, seed=0)) for domain in ALL for family in load_families(domain)
 ]
-EVERY_TEXT = [
-    (family, text) for family, rows in EXPANDED for row in rows for text in texts(row)
-]
+EVERY_TEXT = [(family, text) for family, rows in EXPANDED for row in rows for text in texts(row)]
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
@@ -96,16 +96,30 @@ def test_no_two_prompts_are_the_same_after_folding_case_and_space():
     assert [text for text, count in seen.items() if count > 1] == []
 
 
-def test_no_run_of_thirteen_words_is_shared_between_families():
+def shared_runs(named_texts: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """Return (family, other family, run) for every long run of words that two families share."""
     owner: dict[tuple[str, ...], str] = {}
     shared = set()
-    for family, text in EVERY_TEXT:
+    for name, text in named_texts:
         tokens = words(text)
         for start in range(len(tokens) - LEAK_WORDS + 1):
             run = tuple(tokens[start : start + LEAK_WORDS])
-            if owner.setdefault(run, family.name) != family.name:
-                shared.add((owner[run], family.name, " ".join(run)))
-    assert sorted(shared) == []
+            if owner.setdefault(run, name) != name:
+                shared.add((owner[run], name, " ".join(run)))
+    return sorted(shared)
+
+
+def test_no_run_of_thirteen_words_is_shared_between_families():
+    assert shared_runs((family.name, text) for family, text in EVERY_TEXT) == []
+
+
+def test_the_leak_check_sees_a_planted_leak_in_other_case_and_spacing():
+    family, text = next((f, t) for f, t in EVERY_TEXT if len(words(t)) > LEAK_WORDS)
+    planted = "Before. " + text.upper().replace(" ", "  ")
+    leaks = shared_runs([(family.name, text), ("other", planted)])
+    assert len(leaks) == len(words(text)) - LEAK_WORDS + 1
+    barely = " ".join(words(text)[: LEAK_WORDS - 1])
+    assert shared_runs([(family.name, text), ("other", barely)]) == []
 
 
 def test_paraphrases_use_other_words_around_the_same_slots():
@@ -228,5 +242,5 @@ def test_a_repeated_family_name_is_refused():
 
 
 def test_an_unknown_domain_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'poetry'.*code, chat, reasoning, mixed"):
+    with pytest.raises(ValueError, match=r"'poetry'.*code, chat, reasoning, mixed"):
         load_families("poetry")
