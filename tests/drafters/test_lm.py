@@ -77,54 +77,59 @@ def test_layers_are_chosen_in_order_and_from_the_end(target: TargetParts) -> Non
         build(replace(CUT, layers=[0, 4]), target)
 
 
+def small(config_class: type, model_class: type, **settings: object) -> TargetParts:
+    """A four-layer target of another family."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
+    config = config_class(
+        vocab_size=VOCAB_SIZE,
+        eos_token_id=EOS,
+        initializer_range=0.25,
+        **shape,
+        **heads,
+        **settings,
+    )
+    return TargetParts(model_class(config).eval(), tiny_tokenizer(), VOCAB_SIZE, "tiny")
+
+
+WINDOWS = {
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "use_sliding_window": True,
+    "sliding_window": 4,
+}
+
+
 @pytest.mark.parametrize(
     ("config_class", "model_class", "settings"),
     [
         (MistralConfig, MistralForCausalLM, {"sliding_window": 5}),
         (Qwen3Config, Qwen3ForCausalLM, {"layer_types": ["full_attention"] * 4}),
-        (
-            Qwen3Config,
-            Qwen3ForCausalLM,
-            {
-                "layer_types": ["full_attention", "sliding_attention"] * 2,
-                "use_sliding_window": True,
-                "sliding_window": 4,
-            },
-        ),
+        (Qwen3Config, Qwen3ForCausalLM, WINDOWS),
     ],
 )
 def test_families_with_windows_are_cut_and_rolled_back(
     config_class: type, model_class: type, settings: dict[str, object]
 ) -> None:
     """A window shorter than the text, and a text that shrinks and grows across it."""
-    torch.manual_seed(0)
-    model = model_class(
-        config_class(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=96,
-            eos_token_id=EOS,
-            initializer_range=0.25,
-            **settings,
-        )
-    ).eval()
-    parts = TargetParts(model, tiny_tokenizer(), VOCAB_SIZE, "tiny")
-    whole = build(replace(CUT, layers=[0, 1, 2, 3]), parts)
-    session = whole.open()
+    parts = small(config_class, model_class, **settings)
+    session = build(replace(CUT, layers=[0, 1, 2, 3]), parts).open()
     for text in (TEXT * 2, TEXT * 2 + [1, 2], TEXT, TEXT[:3], TEXT * 3):
         spy = sampler(Sampling())
         session.propose(text, 3, spy)
         with torch.no_grad():
-            wanted = model(torch.tensor([text + spy.drawn[:-1]])).logits[0, len(text) - 1 :]
+            wanted = parts.model(torch.tensor([text + spy.drawn[:-1]])).logits[0, len(text) - 1 :]
         torch.testing.assert_close(
             torch.stack(spy.rows)[:, :NUM_REAL_IDS], wanted[:, :NUM_REAL_IDS], atol=1e-4, rtol=0
         )
-    assert len(rows(build(replace(CUT, layers=[0, 3]), parts), TEXT)) == 4
+
+
+@pytest.mark.parametrize(("layers", "reaches"), [([0, 2], True), ([1, 3], False)])
+def test_a_layer_keeps_its_kind_of_attention(layers: list[int], reaches: bool) -> None:
+    """Two windows of four tokens see seven back at most; full attention sees all."""
+    drafter = build(replace(CUT, layers=layers), small(Qwen3Config, Qwen3ForCausalLM, **WINDOWS))
+    one, other = rows(drafter, [1, *TEXT * 2], 1), rows(drafter, [2, *TEXT * 2], 1)
+    assert torch.equal(one, other) != reaches
 
 
 def test_a_draft_vocabulary_has_the_targets_rows_and_no_law_outside(target: TargetParts) -> None:
