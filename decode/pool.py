@@ -29,13 +29,23 @@ class Pool:
 
     def open(self) -> dict[str, DraftSession]:
         """A fresh row's state in every drafter."""
-        sessions = {}
-        for name in list(self.drafters):
+        sessions: dict[str, DraftSession] = {}
+        parts_first = sorted(self.drafters, key=lambda name: _shares(self.drafters[name]))
+        for name in parts_first:
             try:
-                sessions[name] = self.drafters[name].open()
+                sessions[name] = self._open(self.drafters[name], sessions)
             except Exception as error:
                 self._drop(name, error)
-        return sessions
+        return {name: sessions[name] for name in self.drafters}
+
+    def _open(self, drafter: Drafter, sessions: Mapping[str, DraftSession]) -> DraftSession:
+        """A drafter made of members of this pool works on their states, so that no token is read
+        twice; members are told apart by identity, for names may mislead."""
+        if not _shares(drafter):
+            return drafter.open()
+        parts = {id(part) for part in vars(drafter).values()}
+        members = {n: s for n, s in sessions.items() if id(self.drafters[n]) in parts}
+        return drafter.open_shared(members)  # type: ignore[attr-defined]
 
     def offers(
         self, sessions: Mapping[str, DraftSession], token_ids: Sequence[int], limit: int
@@ -97,3 +107,7 @@ class Pool:
         del self.drafters[name]
         log.warning("drafter %s failed and is dropped for this run: %s", name, self.dropped[name])
         log.debug("where drafter %s failed", name, exc_info=error)
+
+
+def _shares(drafter: Drafter) -> bool:
+    return hasattr(drafter, "open_shared")

@@ -18,6 +18,7 @@ import pytest
 import torch
 from fakes import FakeDrafter, FakeTarget, FakeTokenizer, ScriptedPolicy, whole_prefix
 
+import decode.decoder
 import decode.resolve
 import decode.verification
 from decode import Sampling, SpeculativeDecoder
@@ -244,6 +245,7 @@ LLAMA = {
     "pad_token_id": 0,
     "eos_token_id": 30,
 }
+SAMPLED = Sampling(temperature=1.0, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=5)
 MODELS = {
     "Llama": LLAMA,
     "Mistral": LLAMA | {"sliding_window": 6, "num_key_value_heads": 1},  # shorter than the text
@@ -289,3 +291,28 @@ def test_prefill_computes_the_head_for_one_position_at_most() -> None:
 def test_a_model_without_a_cache_of_positions_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be rolled back"):
         SpeculativeDecoder(tiny("Mamba", state_size=4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED])
+def test_on_cuda_the_triton_kernel_verifies_and_changes_nothing(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32: the same draws through kernel and reference, over ragged rows."""
+    from kernels.reference import verify
+
+    model = tiny("Llama", **LLAMA).to("cuda")
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [9], [3, 3]]
+    script = [("ngram", 4), ("random", 3)]
+    pool = {"ngram": "ngram", "random": FakeDrafter(whole_prefix(31))}
+    made = SpeculativeDecoder(model, pool, ScriptedPolicy(script))
+    result = made.generate(prompts, 30, sampling)
+    assert {m.verifier for m in result.metrics} == {"triton"}
+    reference = decode.verification.Verifier("reference", verify)
+    monkeypatch.setattr(decode.decoder, "select_verifier", lambda device: reference)
+    checked = SpeculativeDecoder(model, pool, ScriptedPolicy(script)).generate(
+        prompts, 30, sampling
+    )
+    assert checked.token_ids == result.token_ids
+    assert any(r.num_accepted < r.num_drafted for row in result.records for r in row)

@@ -287,6 +287,32 @@ def test_a_drafter_that_cannot_even_open_or_offer_is_dropped() -> None:
     assert set(decoder.pool.dropped) == {"row", "offer"}
 
 
+def test_a_drafter_made_of_others_works_on_their_states() -> None:
+    opened: list[FakeDraftSession] = []
+    given: list[object] = []
+
+    class Counting(FakeDrafter):
+        def open(self) -> FakeDraftSession:
+            opened.append(super().open())
+            return opened[-1]
+
+    class Made(FakeDrafter):
+        def __init__(self, part: FakeDrafter) -> None:
+            super().__init__(often_right)
+            self.part = part
+
+        def open_shared(self, sessions: dict[str, FakeDraftSession]) -> FakeDraftSession:
+            given.append(sessions)
+            return sessions.get("part") or self.part.open()
+
+    part = Counting(often_right)
+    pool = {"made": Made(part), "part": part, "stranger": Made(Counting(often_right))}
+    decoder = SpeculativeDecoder(target(), pool, ScriptedPolicy([("made", 2), ("part", 2)]))
+    assert decoder.generate([[1]], 9).token_ids == [plain_greedy([1], 9)]
+    assert given == [{"part": opened[0]}, {}]
+    assert len(opened) == 2
+
+
 def test_logits_that_are_no_numbers_end_in_one_sentence() -> None:
     def poisoned(tokens: Sequence[int]) -> torch.Tensor:
         return TEXT(tokens) if len(tokens) < 6 else torch.full((V,), torch.nan)

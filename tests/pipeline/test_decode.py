@@ -68,6 +68,16 @@ def test_the_stream_is_the_text_that_is_kept(
     assert plain["acceptance_length"] == 1
 
 
+def test_two_model_folders_suffice(stage: Decode, tmp_path: Path) -> None:
+    other = tiny_target_folder(tmp_path / "other", seed=1)
+    named = replace(stage, drafter=str(other), policy="ucb1")
+    metrics, rows = run(named, tmp_path / "a")
+    _, plain = run(replace(stage, drafter=None), tmp_path / "b")
+    assert rows[0]["text"] == plain[0]["text"]
+    assert rows[0]["metrics"]["num_drafted"] > 0
+    assert metrics["prompts"] == 1
+
+
 def test_standard_input_is_one_prompt(
     stage: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
