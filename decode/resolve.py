@@ -32,7 +32,9 @@ def resolve_target(
         return target
     from decode.targets.transformers import TransformersTarget
 
-    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(kind, torch.dtype):
+        raise ValueError(f"dtype={dtype} is not known; use float32, bfloat16 or float16")
     if isinstance(target, str | Path):
         return TransformersTarget.from_pretrained(target, dtype=kind, device=device)
     if not isinstance(target, torch.nn.Module):
