@@ -334,8 +334,15 @@ def _measure_drafter(
     repeats: int,
     law: Sampling,
 ) -> dict[int, float]:
-    """Seconds by number of tokens, the mean over rows; NaN where it never proposed."""
+    """Seconds by number of tokens, the mean over rows; NaN where it never proposed.
+
+    A lookup may match nothing in the rows: then a row that repeats itself shows what a match costs.
+    """
     tables = [_measure_row(drafter, row, timer, lengths, repeats, law) for row in rows]
+    if any(k not in table for table in tables for k in lengths):
+        turns = 1 + len(rows[0]) // SYNTHETIC_PERIOD
+        looped = list(rows[0][:SYNTHETIC_PERIOD]) * turns
+        tables.append(_measure_row(drafter, looped, timer, lengths, repeats, law))
     found = {k: [table[k] for table in tables if k in table] for k in lengths}
     return {k: fmean(values) if values else math.nan for k, values in found.items()}
 
