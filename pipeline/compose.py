@@ -67,10 +67,10 @@ def check_group(override: Override, groups: dict[str, list[str]]) -> None:
     name, value = override.key_or_group, override.value()
     if name == "stages" and isinstance(value, str) and override.package is None:
         raise ConfigError(f"stages={value} is not a choice; did you mean stage={value}?")
-    if name not in groups or not isinstance(value, str) or override.is_delete():
+    if name not in groups or override.is_delete():
         return
-    if value not in groups[name]:
-        choose(name, value, groups[name])
+    if value is None or (isinstance(value, str | int | float) and str(value) not in groups[name]):
+        choose(name, "null" if value is None else value, groups[name])
 
 
 def check_key(override: Override, groups: dict[str, list[str]], keys: Sequence[str]) -> None:

@@ -53,13 +53,16 @@ def _download(requirement: str, folder: Path) -> Path:
         "downloading %s with pip (only unzipped, never installed; kept for later runs)", requirement
     )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "-d", str(folder), requirement]
     bar = sys.stderr.isatty()
-    if not bar:
-        command.append("-q")
+    command += ["--disable-pip-version-check", *([] if bar else ["-q"])]
+    command += ["-d", str(folder), requirement]
     started = time.monotonic()
     done = subprocess.run(
-        command, stdout=sys.stderr if bar else None, stderr=subprocess.PIPE, text=True, check=False
+        command,
+        stdout=sys.stderr if bar else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
