@@ -55,12 +55,12 @@ class Meter:
             self._bar.update(self._task, completed=self.done, description=str(self))
         elif now - self._said >= LOG_EVERY_SECONDS:
             self._said = now
-            log.info("%s", self)
+            log.info("%s", str(self))  # formatted now: the meter moves on
 
     def _close(self) -> None:
         seconds = time.monotonic() - self._started
         if seconds >= QUIET_SECONDS:
-            log.info("%s, took %s", self, duration(seconds))
+            log.info("%s, took %s", str(self), duration(seconds))
 
 
 _bars: list[Progress] = []  # the one display that nested work shares
