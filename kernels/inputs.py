@@ -7,8 +7,6 @@ from torch import Tensor
 
 LOGIT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# What the contract demands of one row's numbers; both implementations raise these sentences.
-UNIFORM_RULE = "a number outside [0, 1); draw uniforms from the half-open unit interval"
 PARAMETER_RULES = {
     "temperature": "must be 0 (greedy) or a positive finite number",
     "top_k": "must be 0 (off) or a positive number of tokens",
@@ -71,10 +69,10 @@ class Inputs:
                     f"{name} is {logits.dtype} of shape {list(logits.shape)}; pass floating-point "
                     "logits of shape [B, positions, V]"
                 )
-        if self.target_logits.shape[1] == 0 or self.target_logits.shape[2] == 0:
+        if 0 in self.target_logits.shape:
             raise ValueError(
                 f"target_logits of shape {list(self.target_logits.shape)} hold no row; "
-                "pass K + 1 rows over a vocabulary of at least one token"
+                "pass K + 1 rows a sequence over a vocabulary of at least one token"
             )
 
     def _check_device(self, name: str, tensor: Tensor, *, may_be_on_host: bool) -> None:
@@ -98,6 +96,54 @@ class Inputs:
         if self.draft_is_one_hot is not None and self.draft_is_one_hot.dtype != torch.bool:
             raise ValueError(f"draft_is_one_hot is {self.draft_is_one_hot.dtype}; pass booleans")
 
+    def draft_lengths(self) -> Tensor:
+        """Drafts in use [B]: within num_draft_tokens and before the first -1."""
+        lengths = (self.draft_token_ids != -1).long().cumprod(-1).sum(-1)
+        if self.num_draft_tokens is None:
+            return lengths
+        return torch.minimum(lengths, self.num_draft_tokens.to(lengths.device))
+
+    def one_hot(self) -> Tensor:
+        """True [B] where a row was drafted without chance."""
+        device = self.target_logits.device
+        if self.draft_is_one_hot is not None:
+            return self.draft_is_one_hot.to(device)
+        return torch.full((self.sizes[0],), self.draft_logits is None, device=device)
+
+    def check_values(self) -> None:
+        """Raise for the first number in use that breaks the contract; reads every logit in use."""
+        self.check_parameters()
+        batch, num_draft, vocab = self.sizes
+        if self.num_draft_tokens is not None:
+            for row, count in enumerate(self.num_draft_tokens.tolist()):
+                if not 0 <= count <= num_draft:
+                    raise ValueError(
+                        f"num_draft_tokens of batch row {row} is {count}; it counts columns of "
+                        f"draft_token_ids, 0..{num_draft}"
+                    )
+        ids, device = self.draft_token_ids, self.target_logits.device
+        drafted = torch.arange(num_draft, device=device) < self.draft_lengths()[:, None]
+        if where := _first(drafted & ((ids < 0) | (ids >= vocab))):
+            raise ValueError(
+                f"draft_token_ids of batch row {where[0]}, position {where[1]} is "
+                f"{int(ids[where])}, outside 0..{vocab - 1}; use -1 to end a row's draft"
+            )
+        if where := _first(~((self.uniforms >= 0) & (self.uniforms < 1))):
+            raise ValueError(
+                f"uniforms of batch row {where[0]}, position {where[1]} is "
+                f"{float(self.uniforms[where])}; draw from the half-open interval [0, 1)"
+            )
+        drawn = drafted & ~self.one_hot()[:, None]
+        if self.draft_logits is not None:
+            _check_rows("draft_logits", self.draft_logits, drawn)
+        elif where := _first(drawn):
+            raise ValueError(
+                f"draft_is_one_hot of batch row {where[0]} is False but there are no draft_logits; "
+                "pass the rows that its tokens were drawn from"
+            )
+        bonus = torch.ones(batch, 1, dtype=torch.bool, device=device)
+        _check_rows("target_logits", self.target_logits, torch.cat([bonus, drafted], 1))
+
     def check_parameters(self, *, host_only: bool = False) -> None:
         """Raise where a parameter is out of range; `host_only` reads nothing from a device."""
         for name, rule in PARAMETER_RULES.items():
@@ -119,37 +165,24 @@ def parameter_allowed(name: str, value: float) -> bool:
     return finite and (value > 0 if name == "repetition_penalty" else value >= 0)
 
 
-def bad_row(name: str, row: int, position: int, only_minus_inf: bool) -> ValueError:
-    """The sentence for a logit row that is no law."""
-    what = "is -inf for every token" if only_minus_inf else "holds NaN or +inf"
-    return ValueError(
-        f"{name} of batch row {row}, position {position} {what}; "
-        "look for an overflow or an empty mask in the model that made it"
-    )
+def _first(flags: Tensor) -> tuple[int, ...] | None:
+    """Index of the first True, in reading order."""
+    found = flags.nonzero()
+    return tuple(found[0].tolist()) if len(found) else None
 
 
-def bad_draft_id(row: int, position: int, vocab: int) -> ValueError:
-    """The sentence for a draft token that the vocabulary does not hold."""
-    return ValueError(
-        f"draft_token_ids of batch row {row}, position {position} is outside 0..{vocab - 1}; "
-        "use -1 to end a row's draft"
-    )
-
-
-def bad_length(row: int, num_draft: int) -> ValueError:
-    """The sentence for a row that claims more drafts than it has columns."""
-    return ValueError(
-        f"num_draft_tokens of batch row {row} is outside 0..{num_draft}; "
-        "it counts columns of draft_token_ids"
-    )
-
-
-def bad_uniform(row: int) -> ValueError:
-    return ValueError(f"uniforms of batch row {row} hold {UNIFORM_RULE}")
-
-
-def missing_draft_logits(row: int) -> ValueError:
-    return ValueError(
-        f"draft_is_one_hot of batch row {row} is False but there are no draft_logits; "
-        "pass the rows that its tokens were drawn from"
-    )
+def _check_rows(name: str, logits: Tensor, used: Tensor) -> None:
+    """Raise for the first row in use [B, positions] that is no law; its maximum tells."""
+    width = int(used.sum(-1).max()) if used.shape[1] else 0  # rows in use come first
+    whole = bool(used[:, :width].all())
+    peaks = logits[:, :width].amax(-1) if whole else logits[used].amax(-1)
+    if bool(peaks.isfinite().all()):
+        return
+    found = zip(used.nonzero().tolist(), peaks.flatten().tolist(), strict=True)
+    for (row, position), peak in found:
+        if not abs(peak) < float("inf"):
+            what = "is -inf for every token" if peak == -float("inf") else "holds NaN or +inf"
+            raise ValueError(
+                f"{name} of batch row {row}, position {position} {what}; "
+                "look for an overflow or an empty mask in the model that made it"
+            )

@@ -14,7 +14,6 @@ q_i(v) = [v = x_i].
 import torch
 from torch import Tensor
 
-from kernels import inputs as contract
 from kernels.inputs import Inputs
 from kernels.laws import inverse_cdf, penalised, processed_probs, unless_neutral
 from kernels.types import Verification
@@ -60,7 +59,7 @@ def verify(
         repetition_penalty,
         seen_token_counts,
     )
-    inputs.check_parameters()
+    inputs.check_values()
     return _Verifier(inputs).run()
 
 
@@ -73,11 +72,8 @@ class _Verifier:
         self.device = inputs.target_logits.device
         self.temperature = inputs.temperature.to(self.device)
         self.all_greedy = bool((self.temperature == 0).all())
-        self.lengths = _draft_lengths(inputs)
-        one_hot = inputs.draft_is_one_hot
-        if one_hot is None:
-            one_hot = torch.full((batch,), inputs.draft_logits is None)
-        self.one_hot = one_hot.to(self.device)
+        self.lengths = inputs.draft_lengths()
+        self.one_hot = inputs.one_hot()
         self.uniforms = inputs.uniforms.double()
         self.penalties = unless_neutral(inputs.repetition_penalty, 1)
         self.seen = None
@@ -85,7 +81,6 @@ class _Verifier:
             counts = inputs.seen_token_counts
             nothing = torch.zeros(batch, inputs.sizes[2], dtype=torch.bool, device=self.device)
             self.seen = nothing if counts is None else counts > 0
-        self._check_values()
         width = num_draft + 1
         self.token_ids = torch.full((batch, width), -1, device=self.device)
         self.num_accepted = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -162,7 +157,7 @@ class _Verifier:
         )
 
     def _draft_law(self, rows: Tensor, drafted: Tensor, drafts: Tensor, position: int) -> Tensor:
-        """The laws [N, V] of the drafts; zero where nothing was drafted, for which nothing is owed."""
+        """The laws [N, V] of the drafts; zero where nothing was drafted."""
         asks = drafted & ~self.one_hot[rows]
         if bool(asks.all()):
             assert self.inputs.draft_logits is not None
@@ -186,26 +181,6 @@ class _Verifier:
             return None, None
         return self.penalties[rows.to(self.penalties.device)], self.seen[rows]
 
-    def _check_values(self) -> None:
-        """Raise for the first number in use that breaks the contract."""
-        given, (batch, num_draft, vocab) = self.inputs, self.inputs.sizes
-        position = torch.arange(num_draft, device=self.device)
-        drafted = position < self.lengths[:, None]
-        ids = given.draft_token_ids
-        for row, where in (drafted & ((ids < 0) | (ids >= vocab))).nonzero()[:1].tolist():
-            raise contract.bad_draft_id(row, where, vocab)
-        outside = ~((given.uniforms >= 0) & (given.uniforms < 1))
-        for row, _ in outside.nonzero()[:1].tolist():
-            raise contract.bad_uniform(row)
-        drawn = drafted & ~self.one_hot[:, None]
-        if given.draft_logits is not None:
-            _check_rows("draft_logits", given.draft_logits, drawn)
-        else:
-            for row, _ in drawn.nonzero()[:1].tolist():
-                raise contract.missing_draft_logits(row)
-        bonus = torch.ones(batch, 1, dtype=torch.bool, device=self.device)
-        _check_rows("target_logits", given.target_logits, torch.cat([bonus, drafted], 1))
-
 
 def _residual(target: Tensor, draft: Tensor) -> Tensor:
     """What the target has beyond the drafter [N, V], unnormalised; its own law where nothing."""
@@ -217,31 +192,6 @@ def _at(law: Tensor, token_ids: Tensor) -> Tensor:
     return law.gather(-1, token_ids[:, None])[:, 0]
 
 
-def _draft_lengths(inputs: Inputs) -> Tensor:
-    """Drafts in use [B]: within num_draft_tokens and before the first -1."""
-    _, num_draft, _ = inputs.sizes
-    lengths = (inputs.draft_token_ids != -1).long().cumprod(-1).sum(-1)
-    if inputs.num_draft_tokens is None:
-        return lengths
-    for row, count in enumerate(inputs.num_draft_tokens.tolist()):
-        if not 0 <= count <= num_draft:
-            raise contract.bad_length(row, num_draft)
-    return torch.minimum(lengths, inputs.num_draft_tokens.to(lengths.device))
-
-
 def _rows_at(logits: Tensor, rows: Tensor, position: int) -> Tensor:
     """[N, V]; a view where every row is wanted."""
     return logits[:, position] if len(rows) == len(logits) else logits[rows, position]
-
-
-def _check_rows(name: str, logits: Tensor, used: Tensor) -> None:
-    """Raise for the first row in use [B, positions] that is no law; its maximum tells."""
-    width = int(used.sum(-1).max()) if used.shape[1] else 0  # rows in use come first
-    whole = bool(used[:, :width].all())
-    peaks = logits[:, :width].amax(-1) if whole else logits[used].amax(-1)
-    if bool(peaks.isfinite().all()):
-        return
-    found = zip(used.nonzero().tolist(), peaks.flatten().tolist(), strict=True)
-    for (row, position), peak in found:
-        if not abs(peak) < float("inf"):
-            raise contract.bad_row(name, row, position, only_minus_inf=peak == -float("inf"))
