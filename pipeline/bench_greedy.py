@@ -7,6 +7,7 @@ the gap between the target's two largest logits there tells a near tie from a mi
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,8 +75,10 @@ def greedy_suite(
     return rows
 
 
-def own_text(target: TransformersTarget, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What transformers generates from the target alone; `target` computes in its own dtype."""
+def own_text(
+    target: TransformersTarget, prompt: Sequence[int], max_new_tokens: int, **options: Any
+) -> list[int]:
+    """What transformers generates greedily from the target, in the target's own dtype."""
     ids = torch.tensor([list(prompt)], device=target.device)
     with torch.inference_mode():
         text = target.model.generate(
@@ -84,6 +87,7 @@ def own_text(target: TransformersTarget, prompt: Sequence[int], max_new_tokens: 
             do_sample=False,
             max_new_tokens=max_new_tokens,
             pad_token_id=min(target.eos_token_ids, default=0),
+            **options,
         )
     return text[0, len(prompt) :].tolist()
 
