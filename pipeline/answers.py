@@ -72,6 +72,7 @@ class Shard:
     num_rows: int
     domains: list[str]
     laws: list[str]
+    seconds: float  # that it took to answer
 
 
 class Answers:
@@ -160,7 +161,9 @@ class AnswerWriter:
             there.verify(shard)
         self.shards = there.shards
 
-    def write(self, split: str, answers: Sequence[Answer], logits_dtype: torch.dtype) -> None:
+    def write(
+        self, split: str, answers: Sequence[Answer], logits_dtype: torch.dtype, seconds: float
+    ) -> None:
         """Add one shard: the file first, then the index that names it."""
         name = f"answers-{len(self.shards):05d}.safetensors"
         path = self.folder / name
@@ -175,7 +178,7 @@ class AnswerWriter:
             os.fsync(file.fileno())
         partial.replace(path)
         domains, laws = (sorted({row[key] for row in rows}) for key in ("domain", "law"))
-        self.shards.append(Shard(name, sha256(path), split, len(rows), domains, laws))
+        self.shards.append(Shard(name, sha256(path), split, len(rows), domains, laws, seconds))
         write_json(
             self.folder / INDEX,
             {"header": self.header, "shards": [asdict(shard) for shard in self.shards]},

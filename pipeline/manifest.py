@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -65,8 +66,16 @@ def check_files(folder: Path) -> None:
 
 
 def finish(out: Path, identity: dict[str, Any], metrics: dict[str, Any], started: float) -> None:
-    """Write the manifest: from now on the folder is finished."""
-    files = sorted(p for p in out.rglob("*") if p.is_file() and not p.name.endswith(".partial"))
+    """Write the manifest: from now on the folder is finished.
+
+    What a killed run was in the middle of writing goes first.
+    """
+    for partial in [*out.rglob("*.partial")]:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink(missing_ok=True)
+    files = sorted(path for path in out.rglob("*") if path.is_file())
     write_json(
         out / MANIFEST,
         {

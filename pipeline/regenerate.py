@@ -38,6 +38,7 @@ class Regenerate(Stage):
     reads: ClassVar[tuple[str, ...]] = ("target",)
     summary: ClassVar[str] = "the target answers the prompts, and notes its own law at every token"
     resumes: ClassVar[bool] = True
+    format_version: ClassVar[int] = 2  # each shard says how long it took
 
     laws: dict[str, str]  # split -> greedy, sampled, both, or alternate (one of the two, in turn)
     prompts_per_domain: dict[str, int]  # split -> most prompts of each domain; 0: all
@@ -85,8 +86,8 @@ class Regenerate(Stage):
                 "raise it, or prepare prompts for the splits in stages.regenerate.laws"
             )
         generator = Generator(target.model, target.eos_token_ids, self.num_top_logits)
-        speed = self._answer(generator, fitting, laws, writer, workspace)
-        return {**speed, **summary(workspace.out), "prompts_left_out": len(rows) - len(fitting)}
+        self._answer(generator, fitting, laws, writer, workspace)
+        return {**summary(workspace.out), "prompts_left_out": len(rows) - len(fitting)}
 
     def samplings(self, seed: int) -> dict[str, Sampling]:
         """The named laws."""
@@ -117,12 +118,11 @@ class Regenerate(Stage):
         laws: Mapping[str, Sampling],
         writer: AnswerWriter,
         workspace: Workspace,
-    ) -> dict[str, float]:
-        """Write the shards that are not there yet; returns the speed of this run."""
+    ) -> None:
+        """Write the shards that are not there yet."""
         clock = workspace.runtime.make_clock()
         shards = list(cut(rows, self.shard_rows))
         done = len(writer.shards)
-        num_tokens, seconds = 0, 0.0
         behind = sum(map(len, shards[:done]))
         with progress("regenerate", len(rows), "answers", done=behind) as meter:
             for shard in shards[done:]:
@@ -131,10 +131,8 @@ class Regenerate(Stage):
                 for batch in cut_batches(shard, self.batch_size):
                     answers += self._batch(generator, batch, laws)
                     meter.advance(len(batch))
-                seconds += clock.now() - started
-                num_tokens += sum(len(answer.logprobs) for answer in answers)
-                writer.write(shard[0].split, answers, next(generator.model.parameters()).dtype)
-        return {"tokens_per_second": num_tokens / seconds} if seconds else {}
+                dtype, seconds = next(generator.model.parameters()).dtype, clock.now() - started
+                writer.write(shard[0].split, answers, dtype, seconds)
 
     def _batch(
         self, generator: Generator, batch: Sequence[Row], laws: Mapping[str, Sampling]
@@ -207,16 +205,21 @@ def as_answer(row: Row, sampling: Sampling, trace: Trace) -> Answer:
 
 
 def summary(folder: Path) -> dict[str, float]:
-    """What the answers are like: how many, how long, how many end by themselves or repeat."""
+    """What the answers are like: how many, how long, how many end by themselves or repeat.
+
+    The speed counts what earlier runs wrote, as the shards tell it.
+    """
     lengths: list[int] = []
     ended = distinct = total = 0
-    for answer in Answers(folder).rows():
+    reader = Answers(folder)
+    for answer in reader.rows():
         ids = answer.answer_ids.tolist()
         grams = list(zip(*(ids[offset:] for offset in range(8)), strict=False))
         lengths.append(len(ids))
         ended += answer.finish_reason == "eos"
         distinct, total = distinct + len(set(grams)), total + len(grams)
     return {
+        "tokens_per_second": sum(lengths) / sum(shard.seconds for shard in reader.shards),
         "num_answers": len(lengths),
         "num_tokens": sum(lengths),
         "mean_answer_tokens": sum(lengths) / len(lengths),

@@ -22,7 +22,7 @@ class Runtime:
 
     device: str  # "auto", "cpu" or "cuda"
     threads: int  # CPU threads of torch; 0: as many as there are cores
-    clock: str  # "system", or "virtual": every reading advances one millisecond, for equal runs
+    clock: str  # "system", or "virtual": every reading advances 1/1024 s, for equal runs
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:

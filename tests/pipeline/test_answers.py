@@ -53,7 +53,7 @@ ROWS = [
 def write(folder: Path, num_shards: int = 3) -> Path:
     writer = AnswerWriter(folder, LAWS, num_top_logits=5, dtype="bfloat16")
     for rows in ROWS[len(writer.shards) : num_shards]:
-        writer.write(rows[0].split, rows, torch.bfloat16)
+        writer.write(rows[0].split, rows, torch.bfloat16, 0.5)
     return folder
 
 

@@ -35,6 +35,7 @@ def test_a_manifest_has_every_fact(tmp_path):
     manifest = finished(tmp_path / "a")
     expected = {"bytes": 3, "sha256": hashlib.sha256(b"abc").hexdigest()}
     assert manifest["files"] == {"deep/file": expected}
+    assert not list((tmp_path / "a").rglob("*.partial"))
     assert manifest["metrics"] == {"loss": 0.5}
     assert manifest["seconds"] >= 2.0
     assert manifest["command"][:3] == ["python", "-m", "pipeline"]

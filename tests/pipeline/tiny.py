@@ -1,5 +1,7 @@
 """A target small enough for every test: a Llama of four layers, a tokenizer, a chat template."""
 
+import json
+import random
 from pathlib import Path
 
 import torch
@@ -87,3 +89,41 @@ def tiny_encoder_folder(folder: Path, seed: int = 0) -> Path:
     words = Transformer(str(parts), max_seq_length=64)
     SentenceTransformer(modules=[words, Pooling(16)]).save(str(folder))
     return folder
+
+
+def tiny_prompts(path: Path, families: int = 12, seed: int = 0) -> Path:
+    """Write prompts of two domains as JSON lines, two of each family."""
+    draw = random.Random(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for domain in ("code", "chat"):
+            for place in range(2 * families):
+                words = draw.choices(WORDS, k=draw.randint(3, 9))
+                row = {"prompt": " ".join(words), "family": f"{domain}-{place // 2}"}
+                file.write(json.dumps({**row, "domain": domain}) + "\n")
+    return path
+
+
+def tiny_overrides(folder: Path) -> list[str]:
+    """What makes the main job a matter of seconds: own target, encoder and prompts in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny_target_folder(folder / "target")
+    tiny_encoder_folder(folder / "encoder")
+    tiny_prompts(folder / "prompts.jsonl")
+    return [
+        "experiment=smoke",
+        "target=local",
+        f"target.name_or_path={folder / 'target'}",
+        "encoder=local",
+        f"encoder.name_or_path={folder / 'encoder'}",
+        "data=jsonl",
+        f"data.train={folder / 'prompts.jsonl'}",
+        "runtime.device=cpu",
+        "pool.entries.generic.drafter.num_draft_vocab=40",
+        "pool.entries.code.drafter.num_draft_vocab=40",
+        "stages.prepare.min_prompts=2",
+        "stages.prepare.leak_words=0",
+        "stages.regenerate.max_new_tokens.drafter_train=24",
+        "stages.regenerate.shard_rows=8",
+        "stages.profile.context_tokens=16",
+        "stages.train_router.max_steps=20",
+    ]
