@@ -1,15 +1,22 @@
 """Files that several processes may touch: atomic JSON, locks, and the folder kept between runs."""
 
+import errno
 import fcntl
 import json
 import logging
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 log = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -43,6 +50,26 @@ def write_json(path: Path, content: Any) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a run that failed or was killed had begun to write and not put in place."""
+    for partial in [*folder.rglob("*.partial")]:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+
+
+def out_of_space(error: BaseException) -> int | None:
+    """The errno of a full disk or a used-up quota, where one of these is what went wrong."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return error.errno
+    if isinstance(error, SafetensorError) and (
+        found := re.search(r"\(os error (\d+)\)", str(error))
+    ):
+        return int(found[1]) if int(found[1]) in FULL else None
+    return None
 
 
 def cache_folder() -> Path:

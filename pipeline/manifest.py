@@ -3,7 +3,6 @@
 import hashlib
 import importlib.metadata
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digest, sha256
-from pipeline.files import write_json
+from pipeline.files import sweep, write_json
 from pipeline.runtime import hardware
 
 MANIFEST = "manifest.json"
@@ -66,15 +65,8 @@ def check_files(folder: Path) -> None:
 
 
 def finish(out: Path, identity: dict[str, Any], metrics: dict[str, Any], started: float) -> None:
-    """Write the manifest: from now on the folder is finished.
-
-    What a killed run was in the middle of writing goes first.
-    """
-    for partial in [*out.rglob("*.partial")]:
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        else:
-            partial.unlink(missing_ok=True)
+    """Write the manifest: from now on the folder is finished."""
+    sweep(out)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     write_json(
         out / MANIFEST,

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 from drafters.base import DrafterConfig
 from pipeline.digests import model_identity
+from pipeline.files import out_of_space, sweep
 from pipeline.manifest import MANIFEST, check_files, finish, read_manifest
 from pipeline.models import Source
 from pipeline.runtime import Runtime, hardware
@@ -187,11 +189,14 @@ class Pipeline:
         read = {group: groups[group] for group in stage.reads}
         try:
             metrics = stage.run(Workspace(read, inputs, out, self.seed, self.runtime))
-        except BaseException:
-            if not stage.resumes or not any(out.iterdir()):  # nothing half-written stays
+            finish(out, artifact.identity, metrics, started)
+        except BaseException as error:
+            sweep(out)  # nothing half-written stays
+            if not stage.resumes or not any(out.iterdir()):
                 shutil.rmtree(out, ignore_errors=True)
+            if full := out_of_space(error):  # libraries do not all say where
+                raise OSError(full, os.strerror(full), str(out)) from error
             raise
-        finish(out, artifact.identity, metrics, started)
         self.on_finish(artifact)
 
 

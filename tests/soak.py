@@ -60,6 +60,25 @@ class Reference:
     changes: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What is planned: a share of an artifact's seconds, or of the changes of its files."""
+
+    unit: str
+    share: float
+    by_change: bool
+
+    def kill(self, reference: Reference, finished: set[str]) -> Kill:
+        """In the artifact, or the next one where an earlier process went on to finish it."""
+        order = list(reference.seconds)
+        left = [unit for unit in order[order.index(self.unit) :] if unit not in finished]
+        unit = (left or order[-1:])[0]
+        changes = reference.changes.get(unit, 0)
+        if self.by_change and changes:
+            return Kill(unit, None, 1 + int(self.share * changes))
+        return Kill(unit, self.share * reference.seconds[unit], None)
+
+
 @dataclass
 class Process:
     """One run of the pipeline, and what its log has said so far."""
@@ -115,6 +134,8 @@ class Process:
         """Whether its moment is here, or can no longer come because the artifact is finished."""
         if kill.unit in self.done or kill.unit in self.there:
             return True
+        if kill.unit == START and self.began:
+            return True
         if kill.seconds is None:
             return False
         since = self.started if kill.unit == START else self.began.get(kill.unit)
@@ -133,32 +154,31 @@ def run_reference(folder: Path, overrides: Sequence[str]) -> Reference:
     return Reference({START: first - process.started, **seconds}, changes)
 
 
-def plan_kills(reference: Reference, kills: int, seed: int) -> list[Kill]:
-    """Kills in the order of the work: each artifact gets one, longer ones get the rest.
+def plan_kills(reference: Reference, kills: int, seed: int) -> list[Moment]:
+    """Moments in the order of the work: each artifact gets one, longer ones get the rest.
 
-    Fewer kills than artifacts: the longest get one each.
+    Fewer kills than artifacts: the longest get one each. The last one only prints, and is left out.
     """
     draw = random.Random(seed)
-    units = sorted(reference.seconds, key=lambda unit: -reference.seconds[unit])[:kills]
+    longest = sorted(reference.seconds, key=lambda unit: -reference.seconds[unit])
+    units = [unit for unit in longest if not unit.startswith("all/")][:kills]
     weights = [reference.seconds[unit] for unit in units]
     chosen = Counter([*units, *draw.choices(units, weights, k=kills - len(units))])
-    plan: list[Kill] = []
+    plan: list[Moment] = []
     for unit in reference.seconds:
-        moments = sorted(draw.random() for _ in range(chosen[unit]))
-        for turn, moment in enumerate(moments):
-            changes = reference.changes.get(unit, 0)
-            if changes and (len(plan) + turn) % 2:
-                plan.append(Kill(unit, None, 1 + int(moment * changes)))
-            else:
-                plan.append(Kill(unit, moment * reference.seconds[unit], None))
+        for share in sorted(draw.random() for _ in range(chosen[unit])):
+            plan.append(Moment(unit, share, by_change=len(plan) % 2 == 1))
     return plan
 
 
-def run_killed(folder: Path, overrides: Sequence[str], plan: Sequence[Kill]) -> list[str]:
+def run_killed(
+    folder: Path, overrides: Sequence[str], reference: Reference, plan: Sequence[Moment]
+) -> list[str]:
     """Run, kill and go on, as often as planned, then to the end; says what every kill hit."""
     report = []
-    for number, kill in enumerate(plan, start=1):
+    for number, moment in enumerate(plan, start=1):
         finished = finished_units(folder / OUTPUTS)
+        kill = moment.kill(reference, finished)
         watch = ["--die", kill.unit, str(kill.change)] if kill.change else ["--no-change"]
         process = Process(folder, overrides, watch)
         while process.process.poll() is None and not process.is_due(kill):
@@ -239,7 +259,8 @@ def soak(root: Path, overrides: Sequence[str], kills: int, seed: int) -> list[st
     reference = run_reference(root / "whole", everything)
     lengths = ", ".join(f"{u.split('/')[0]} {s:.1f} s" for u, s in reference.seconds.items())
     log.info("undisturbed: %s", lengths)
-    report = run_killed(root / "killed", everything, plan_kills(reference, kills, seed))
+    plan = plan_kills(reference, kills, seed)
+    report = run_killed(root / "killed", everything, reference, plan)
     found = list(differences(root / "whole" / OUTPUTS, root / "killed" / OUTPUTS))
     assert not found, "the killed run ended differently:\n" + "\n".join(found)
     return report

@@ -11,7 +11,7 @@ bit. `tests/soak.py` compares, and says what may differ; 20 kills are its own af
 from pathlib import Path
 
 import pytest
-from soak import START, Kill, Reference, differences, plan_kills, soak
+from soak import START, Kill, Moment, Process, Reference, differences, plan_kills, soak
 from tiny import tiny_overrides
 
 SECONDS = {START: 3.0, "prepare/1": 0.2, "evaluate/2": 4.0, "all/3": 0.01}
@@ -31,10 +31,12 @@ def test_every_kill_is_planned_and_falls_within_its_artifact(kills):
     plan = plan_kills(reference, kills, seed=1)
     assert len(plan) == kills
     assert plan == plan_kills(reference, kills, seed=1)
-    order = [list(SECONDS).index(kill.unit) for kill in plan]
+    order = [list(SECONDS).index(moment.unit) for moment in plan]
     assert order == sorted(order)
-    assert len({kill.unit for kill in plan}) == min(kills, len(SECONDS))
-    for kill in plan:
+    assert len({moment.unit for moment in plan}) == min(kills, len(SECONDS) - 1)
+    for moment in plan:
+        kill = moment.kill(reference, set())
+        assert kill.unit == moment.unit
         assert (kill.seconds is None) != (kill.change is None)
         assert kill.seconds is None or 0 <= kill.seconds <= SECONDS[kill.unit]
         assert kill.change is None or 1 <= kill.change <= reference.changes[kill.unit]
@@ -72,9 +74,15 @@ def test_a_file_that_its_manifest_does_not_describe_is_seen(tmp_path):
         list(differences(whole, whole))
 
 
-def test_the_kill_is_due_when_its_artifact_is_finished(tmp_path):
-    from soak import Process
+def test_a_kill_moves_on_where_its_artifact_is_finished():
+    reference = Reference(SECONDS, {"evaluate/2": 9})
+    moment = Moment("prepare/1", 0.5, by_change=True)
+    assert moment.kill(reference, set()) == Kill("prepare/1", 0.1, None)
+    assert moment.kill(reference, {"prepare/1"}) == Kill("evaluate/2", None, 5)
+    assert moment.kill(reference, set(SECONDS)).unit == "all/3"
 
+
+def test_the_kill_is_due_when_its_artifact_is_finished(tmp_path):
     process = Process.__new__(Process)
     process.began, process.there, process.done = {}, {"prepare/1"}, {}
     assert process.is_due(Kill("prepare/1", None, 3))

@@ -124,6 +124,6 @@ def tiny_overrides(folder: Path) -> list[str]:
         "stages.prepare.leak_words=0",
         "stages.regenerate.max_new_tokens.drafter_train=24",
         "stages.regenerate.shard_rows=8",
-        "stages.profile.context_tokens=16",
+        "stages.profile.context_tokens=64",
         "stages.train_router.max_steps=20",
     ]
