@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
 from torch import Tensor
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
@@ -103,7 +104,13 @@ def _from_messages(messages: Any, tokenizer: Any | None) -> Prompt:
         raise ValueError(
             "the target's tokenizer has no chat template; pass text instead of messages"
         )
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise ValueError(
+            f"the target's chat template does not take these messages ({error}); look at the "
+            "roles, or at chat_template.jinja beside the weights"
+        ) from error
     written = [message["content"] for message in messages if message["role"] == "user"]
     ids = tokenizer(text, add_special_tokens=False).input_ids
     return Prompt(list(ids), written[-1] if written else "")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
+from decode.targets.loading import load_causal_lm
 from decode.types import MAX_DRAFT_TOKENS, Sampling
 from drafters.base import BuildContext, DrafterConfig, TargetParts, target_parts
 from drafters.checkpoint import DESCRIPTION, read_description
@@ -212,15 +212,7 @@ def from_pretrained(name_or_path: str, target: Any) -> LmDrafter:
 def load_source(source: str, parts: TargetParts, dtype: str) -> nn.Module:
     """A causal LM with the target's tokenizer, on the target's device."""
     require_same_tokenizer(parts.tokenizer, load_tokenizer(source), source)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=_resolved(dtype, parts), use_safetensors=True
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"no causal LM could be loaded from {source} ({reason}); check source"
-        ) from error
+    model = load_causal_lm(source, _resolved(dtype, parts))
     needed, columns = num_real_ids(parts.tokenizer), model.get_output_embeddings().weight.shape[0]
     if columns < needed:
         raise ValueError(

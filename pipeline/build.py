@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter
 from drafters.base import BuildContext, target_parts
@@ -39,13 +38,9 @@ def load_target(
     if name not in DTYPES:
         raise ValueError(f"dtype={name} is not known; use auto, {', '.join(DTYPES)}")
     folder = resolve_target(config)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=getattr(torch, name),
-        trust_remote_code=config.trust_remote_code,
-        use_safetensors=True,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    remote = config.trust_remote_code
+    model = load_causal_lm(str(folder), getattr(torch, name), remote)
+    tokenizer = load_tokenizer(str(folder), remote)
     return TransformersTarget(model.to(device), tokenizer, config.name_or_path)
 
 

@@ -65,6 +65,9 @@ class Decode(Stage):
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         prompts = list(self._prompts())
+        for number, prompt in enumerate(prompts, start=1):
+            if not (_shown(prompt) or "").strip():
+                raise ValueError(f"prompt {number} is empty; give some text to answer")
         decoder = self._decoder(workspace)
         sampling = Sampling(
             temperature=self.temperature,

@@ -52,6 +52,8 @@ class Evaluate(Stage):
         for name in ("max_new_tokens", "num_repeats", "num_resamples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"stages.evaluate.{name}={getattr(self, name)} must be at least 1")
+        if not self.draft_lengths:
+            raise ValueError("stages.evaluate.draft_lengths is empty; give the K to compare")
         if "test" not in self.prompts_per_domain or not self.temperatures:
             raise ValueError(
                 "stages.evaluate needs prompts_per_domain.test and at least one law in temperatures"

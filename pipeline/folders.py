@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 
 def check_folder(folder: Path) -> None:
     """Refuse a folder that holds no complete safetensors model; nothing is ever unpickled."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; give a folder in the Hugging Face layout")
+    _read_json(folder / "config.json")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        shards = set(_read_json(index).get("weight_map", {}).values())
         if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
             raise ValueError(
                 f"{folder} lacks {missing[0]}, which its index names; download it again"
@@ -22,6 +24,16 @@ def check_folder(folder: Path) -> None:
         )
     for shard in folder.glob("*.safetensors"):
         _check_whole(shard)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); download or save it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (it holds no object); download or save it again")
+    return content
 
 
 def _check_whole(shard: Path) -> None:

@@ -104,7 +104,8 @@ class Generator:
                 if not ok
             )
             raise ValueError(
-                f"the target's logits are not finite while answering {bad}; try dtype=float32"
+                f"the target's logits are not finite while answering {bad}; try "
+                "stages.regenerate.dtype=float32, or save the target's weights again"
             )
         tokens, logprobs = self._choose(logits, jobs, traces)
         best = logits.topk(min(self.num_top_logits, logits.shape[-1]), dim=-1)

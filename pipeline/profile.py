@@ -47,6 +47,12 @@ class Profile(Stage):
         self._check()
         pool: Pool = workspace.groups["pool"]
         target = load_target(workspace.groups["target"], workspace.runtime)
+        if self.context_tokens + max(self.widths) > target.max_context:
+            raise ValueError(
+                f"stages.profile.context_tokens={self.context_tokens} and the widest pass of "
+                f"{max(self.widths)} do not fit the target's context of {target.max_context}; "
+                "lower it"
+            )
         drafters = build_drafters(pool, target, workspace.inputs)
         clock = workspace.runtime.make_clock()
         contexts = self._contexts(workspace)
@@ -67,7 +73,15 @@ class Profile(Stage):
         return headline(costs)
 
     def _check(self) -> None:
-        if not all(1 <= width <= MAX_DRAFT_TOKENS + 1 for width in self.widths):
+        lengths_fit = all(1 <= length <= MAX_DRAFT_TOKENS for length in self.draft_lengths)
+        if not (self.draft_lengths and lengths_fit):
+            raise ValueError(
+                f"profile.draft_lengths={self.draft_lengths} must name lengths between 1 and "
+                f"{MAX_DRAFT_TOKENS}"
+            )
+        if self.num_contexts < 0:
+            raise ValueError(f"profile.num_contexts={self.num_contexts} must be 0 or more")
+        if not self.widths or not all(1 <= width <= MAX_DRAFT_TOKENS + 1 for width in self.widths):
             raise ValueError(
                 f"profile.widths={self.widths} must lie between 1 and {MAX_DRAFT_TOKENS + 1}, "
                 "one more than the most drafted tokens"

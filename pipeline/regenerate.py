@@ -58,6 +58,11 @@ class Regenerate(Stage):
                     f"stages.regenerate.{name} names the splits {sorted(getattr(self, name))} but "
                     f"laws names {sorted(self.laws)}; give each split one value in each of them"
                 )
+        for name in ("batch_size", "shard_rows", "num_top_logits"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"stages.regenerate.{name}={getattr(self, name)} must be at least 1"
+                )
         for split, choice in self.laws.items():
             if choice not in LAWS:
                 raise ValueError(
@@ -82,8 +87,9 @@ class Regenerate(Stage):
         fitting = [row for row in rows if self._fits(row, target.max_context)]
         if not fitting:
             raise ValueError(
-                f"none of {len(rows)} prompts fits max_prompt_tokens={self.max_prompt_tokens}; "
-                "raise it, or prepare prompts for the splits in stages.regenerate.laws"
+                f"none of {len(rows)} prompts fits stages.regenerate.max_prompt_tokens="
+                f"{self.max_prompt_tokens} and, with an answer of max_new_tokens, the target's "
+                f"context of {target.max_context}; lower max_new_tokens or give shorter prompts"
             )
         generator = Generator(target.model, target.eos_token_ids, self.num_top_logits)
         self._answer(generator, fitting, laws, writer, workspace)
@@ -104,6 +110,12 @@ class Regenerate(Stage):
             for place, prompt in balanced(splits[split], self.prompts_per_domain[split], seed):
                 laws = LAWS[choice] or ((GREEDY, SAMPLED)[place % 2],)
                 ids = prompt_ids(target.tokenizer, prompt)
+                if max(ids, default=0) >= target.vocab_size:
+                    raise ValueError(
+                        f"prompt {prompt['id']} holds token id {max(ids)}, but the target knows "
+                        f"{target.vocab_size}: its tokenizer is another model's; put the right "
+                        "one beside the weights"
+                    )
                 for law in laws:
                     yield Row(prompt, split, law, ids)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from decode.targets.transformers import TransformersTarget
+from decode.types import MAX_DRAFT_TOKENS
 from drafters.base import BuildContext, target_parts
 from drafters.lm import LmDrafter
 from drafters.training import AnswerLike, Batch
@@ -47,6 +48,16 @@ class TrainDrafter(Stage):
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"precision={self.precision} is unknown; use one of {', '.join(PRECISIONS)}"
+            )
+        if not 1 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"num_draft_tokens={self.num_draft_tokens} must lie between 1 and "
+                f"{MAX_DRAFT_TOKENS}"
+            )
+        if not (self.learning_rate > 0 and 0 <= self.warmup_share <= 1):
+            raise ValueError(
+                f"learning_rate={self.learning_rate} must be positive and "
+                f"warmup_share={self.warmup_share} lie between 0 and 1"
             )
         counts = ("num_steps", "batch_size", "accumulate", "checkpoint_every", "validate_every")
         for name in counts:

@@ -51,6 +51,16 @@ class TrainRouter(Stage):
     neighbours: list[int]
     num_resamples: int
 
+    def __post_init__(self) -> None:
+        for name in ("hidden", "max_steps", "patience", "num_resamples"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"stages.train_router.{name}={getattr(self, name)} must be at least 1"
+                )
+        for name in ("penalties", "neighbours"):
+            if not getattr(self, name):
+                raise ValueError(f"stages.train_router.{name} is empty; give values to choose from")
+
     def needs(self, groups: Any) -> dict[str, Need]:
         return {"acceptance": Need("collect")}
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
+from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.types import TargetSession
 
 log = logging.getLogger(__name__)
@@ -60,22 +61,12 @@ class TransformersTarget:
         """Load a folder or Hub name; float32 and the GPU, where there is one, unless told
         otherwise.
 
-        Only safetensors are read. Raises ValueError where no causal LM can be loaded.
+        Only safetensors are read. Raises ValueError where no whole causal LM can be loaded.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        name, remote = str(name_or_path), trust_remote_code
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype or torch.float32, trust_remote_code=remote, use_safetensors=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=remote)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise ValueError(
-                f"no causal LM could be loaded from {name} ({reason}); give a model folder with "
-                "config.json, safetensors and tokenizer, or a Hub name"
-            ) from error
-        return cls(model.to(device), tokenizer, name)
+        name = str(name_or_path)
+        model = load_causal_lm(name, dtype or torch.float32, trust_remote_code)
+        return cls(model.to(device), load_tokenizer(name, trust_remote_code), name)
 
     @property
     def device(self) -> str:

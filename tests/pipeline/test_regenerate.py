@@ -210,7 +210,7 @@ def test_settings_that_do_not_fit_are_named(
         stage(max_new_tokens={"test": 3})
     with pytest.raises(ValueError, match=r"laws\.drafter_train=hot is unknown"):
         stage(laws={"drafter_train": "hot", "validation": "both", "mixed": "both"})
-    with pytest.raises(ValueError, match="max_prompt_tokens=1; raise it"):
+    with pytest.raises(ValueError, match="max_prompt_tokens=1 and"):
         run(stage(max_prompt_tokens=1), target, prompts, tmp_path / "short")
     with pytest.raises(ValueError, match="dtype=float8 is not known"):
         run(stage(dtype="float8"), target, prompts, tmp_path / "dtype")
