@@ -35,9 +35,9 @@ python -m pipeline --cfg job                                       every key and
 
 def show_menu(pipeline: Pipeline, console: Console) -> None:
     """Print the menu; fetches and builds nothing."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, expand=True)
     table.add_column("stage", style="bold", no_wrap=True)
-    table.add_column("what it does")
+    table.add_column("what it does", no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column("built for this config", no_wrap=True)
     known = [name for name in ORDER if name in pipeline.stages]
     known += [name for name in pipeline.stages if name not in ORDER]
@@ -73,10 +73,10 @@ def _state(pipeline: Pipeline, name: str, entry: str | None) -> str:
         with no_fetching():
             artifact = pipeline.locate(name, groups)
         if not artifact.finished:
-            return f"missing {artifact.signature}"
+            return f"missing {artifact.signature[:8]}"
         since = age(artifact.folder)
     except NotFetchedError:
         return "missing (not fetched yet)"
     except ValueError as error:
         return f"cannot tell: {error}"
-    return f"found {artifact.signature} ({duration(since)} ago)"
+    return f"found {artifact.signature[:8]} ({duration(since)} ago)"

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from pipeline.plots import draw_all
 from pipeline.scores import ALL
-from pipeline.verdict import deployment_sentence, ratio_text
+from pipeline.verdict import deployment_sentence, machine, ratio_text
 from pipeline.wallclock import PLAIN
 
 __all__ = ["deployment_sentence", "wall_table", "write_report"]
@@ -43,7 +43,7 @@ SHORT = ("method", "tok/s", "speed over plain", "acceptance length", "break-even
 def wall_table(results: Mapping[str, Any]) -> Table:
     """The measured methods over all test prompts, for the terminal."""
     conditions = results["conditions"]
-    where = conditions["hardware"].get("gpu") or conditions["hardware"]["cpu"]
+    where = machine(conditions)
     table = Table(title=f"{conditions['target']} ({conditions['dtype']}) on {where}")
     columns = ("temperature", *SHORT, "draft ms", "verify ms", "steps off")
     for name in columns:

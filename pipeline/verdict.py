@@ -24,11 +24,18 @@ def deployment_sentence(results: Mapping[str, Any]) -> str:
     needs = [
         _need(name, results["grid"], conditions["temperatures"]) for name in conditions["pool"]
     ]
-    where = conditions["hardware"].get("gpu") or conditions["hardware"]["cpu"]
     return (
-        f"On {where} deploy {'; '.join(clauses)}. "
+        f"On {machine(conditions)} deploy {'; '.join(clauses)}. "
         f"Acceptance length against what breaks even: {'; '.join(needs)}."
     )
+
+
+def machine(conditions: Mapping[str, Any]) -> str:
+    """The processor that did the work: a GPU that lay idle is not named."""
+    hardware = conditions["hardware"]
+    if conditions["device"].startswith("cuda") and hardware.get("gpu"):
+        return str(hardware["gpu"])
+    return f"{hardware['cpu']} ({hardware['cores']} cores)"
 
 
 def recommended(law: str, wall: Sequence[Row]) -> Row | None:

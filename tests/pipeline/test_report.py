@@ -106,7 +106,8 @@ def results(greedy: dict[str, Any], sampled: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         "conditions": {
-            "hardware": {"cpu": "EPYC", "cores": 2, "gpu": None},
+            "hardware": {"cpu": "EPYC", "cores": 2, "gpu": "idle"},
+            "device": "cpu",
             "target": "small<model>",
             "dtype": "float32",
             "pool": ["ngram", "code"],
@@ -245,3 +246,7 @@ def test_replay_is_held_against_wall_clock_for_the_same_method_and_law() -> None
         for m in ("best fixed", "router only", "policy cold")
     }
     assert rows[("greedy", "best fixed")]["error"] == pytest.approx(1.1 / 1.25 - 1)
+
+
+def test_a_gpu_that_lay_idle_is_not_named() -> None:
+    assert "On EPYC (2 cores) deploy" in deployment_sentence(results(greedy={}, sampled={}))
