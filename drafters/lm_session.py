@@ -5,7 +5,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from decode.types import MAX_DRAFT_TOKENS, DraftProposal, DraftSampler
 from drafters.base import common_prefix
@@ -31,6 +30,8 @@ class LmSession:
     """
 
     def __init__(self, drafter: LmParts) -> None:
+        from transformers import DynamicCache
+
         self._drafter = drafter
         # Plain layers even for windowed attention: a sliding cache could not be rolled back.
         self._cache = DynamicCache()

@@ -2,11 +2,13 @@
 
 import copy
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 LLAMA_FAMILY = (
     "model.layers, model.embed_tokens, model.norm, model.rotary_emb and a bias-free lm_head, "
@@ -35,7 +37,7 @@ class DraftNetwork(nn.Module):
         """Teacher-forced logits: position i holds the law of token i + 1."""
 
     @abstractmethod
-    def next_logits(self, token_ids: Tensor, cache: DynamicCache) -> Tensor:  # [1, n] -> [C]
+    def next_logits(self, token_ids: Tensor, cache: "DynamicCache") -> Tensor:  # [1, n] -> [C]
         """Read n more tokens into the cache; the law of the token after the last."""
 
     @abstractmethod
@@ -114,7 +116,7 @@ class CutNetwork(DraftNetwork):
         ).last_hidden_state
         return self._project(states if keep is None else states[keep])
 
-    def next_logits(self, token_ids: Tensor, cache: DynamicCache) -> Tensor:
+    def next_logits(self, token_ids: Tensor, cache: "DynamicCache") -> Tensor:
         states = self.trunk(
             inputs_embeds=self._embed(token_ids), past_key_values=cache, use_cache=True
         ).last_hidden_state
@@ -149,7 +151,7 @@ class WholeNetwork(DraftNetwork):
         ).logits
         return logits if keep is None else logits[keep]
 
-    def next_logits(self, token_ids: Tensor, cache: DynamicCache) -> Tensor:
+    def next_logits(self, token_ids: Tensor, cache: "DynamicCache") -> Tensor:
         out = self.model(
             input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1
         )

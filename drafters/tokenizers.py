@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from transformers import AutoTokenizer
-
 
 def load_tokenizer(name_or_path: str) -> Any:
     """The tokenizer of a drafter, or ValueError where its files are missing."""
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from decode.costs import Costs, costs_key
 from decode.policies.base import PolicyConfig
@@ -24,6 +23,9 @@ from pipeline.wallclock import PLAIN, Method
 from router.checkpoint import load_population, load_router
 from router.encoder import SentenceEncoder
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 BEST_FIXED, ROUTER_ONLY = "best fixed", "router only"
 COLD, ROUTED = "policy cold", "policy + router"
 
@@ -38,7 +40,7 @@ class Bench:
     router: Router
     population: Router
     policy: PolicyConfig
-    frame: pd.DataFrame
+    frame: "pd.DataFrame"
     fixed: Mapping[str, Arm]  # law -> the arm chosen on router_train
     draft_lengths: Sequence[int]
     resampling: Resampling

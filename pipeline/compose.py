@@ -28,7 +28,8 @@ def compose_config(arguments: Sequence[str]) -> DictConfig:
     keys = list(key_paths(base))
     for override in overrides:
         check_key(override, groups, keys)
-    config = _compose([override.input_line or "" for override in overrides])
+    everything = [override.input_line or "" for override in overrides]
+    config = base if everything == chosen else _compose(everything)
     if config.stage is not None and config.stage not in config.stages:
         choose("stage", config.stage, map(str, config.stages))
     return config

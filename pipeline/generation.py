@@ -7,15 +7,18 @@ key, position) alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from decode.noise import PhiloxNoise
 from decode.sampling import law_of
 from decode.types import Sampling
 from kernels.reference import inverse_cdf, processed_probs
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Generator:
     @torch.inference_mode()
     def answer(self, jobs: Sequence[Job]) -> list[Trace]:
         """Answer one batch; the k-th trace belongs to the k-th job."""
+        from transformers import DynamicCache
+
         traces = [Trace() for _ in jobs]
         live = list(range(len(jobs)))  # jobs whose rows are in the batch, in row order
         ids, mask = self._padded([job.prompt_ids for job in jobs])
@@ -82,7 +87,7 @@ class Generator:
             mask[row, width - len(prompt) :] = 1
         return ids.to(self.device), mask.to(self.device)
 
-    def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:  # [B, V]
+    def _forward(self, ids: Tensor, mask: Tensor, cache: "DynamicCache") -> Tensor:  # [B, V]
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         out = self.model(
             input_ids=ids,

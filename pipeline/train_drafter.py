@@ -14,7 +14,6 @@ from drafters.vocabulary import choose_draft_ids, count_tokens, special_ids
 from pipeline.answers import Answers
 from pipeline.build import NamedEntry, load_target, parent_need
 from pipeline.stage import Need, Stage, Workspace
-from pipeline.trainer import Trainer, clean_up
 from pipeline.training_data import fitting
 from pipeline.validation import read_metrics, validation_answers
 
@@ -86,6 +85,8 @@ class TrainDrafter(Stage):
         }
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
+        from pipeline.trainer import Trainer, clean_up  # brings accelerate, which takes a second
+
         if metrics := read_metrics(workspace.out):  # killed after all was written
             clean_up(workspace.out)
             return metrics

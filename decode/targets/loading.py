@@ -1,9 +1,12 @@
-"""Causal LMs and tokenizers from Hugging Face files: whole, or one sentence says why not."""
+"""Causal LMs and tokenizers from Hugging Face files: whole, or one sentence says why not.
+
+Here and wherever else it is not needed to define something, transformers is imported when it is
+first used: that takes a second, which a menu or a typing error should not cost.
+"""
 
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # What transformers raises where files are missing, damaged, unknown or do not fit one another.
 TROUBLES = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
@@ -14,6 +17,8 @@ def load_causal_lm(name: str, dtype: torch.dtype, trust_remote_code: bool = Fals
 
     Raises ValueError where no causal LM can be loaded or a tensor is missing.
     """
+    from transformers import AutoModelForCausalLM
+
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -39,6 +44,8 @@ def load_causal_lm(name: str, dtype: torch.dtype, trust_remote_code: bool = Fals
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer; raises ValueError where its files are missing or damaged."""
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except TROUBLES as error:

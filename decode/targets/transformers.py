@@ -4,14 +4,16 @@ import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.types import TargetSession
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,8 @@ class CachedRow:
     """The keys and values of one row."""
 
     def __init__(self) -> None:
+        from transformers import DynamicCache
+
         # Without a config every layer keeps all positions, sliding windows too, and can be cropped.
         self.cache = DynamicCache()
 
@@ -130,7 +134,7 @@ class TransformersTarget:
         return logits.shape[-1]
 
 
-def _cache(session: TargetSession) -> DynamicCache:
+def _cache(session: TargetSession) -> "DynamicCache":
     assert isinstance(session, CachedRow)
     return session.cache
 

@@ -1,0 +1,28 @@
+"""The menu and a typing error come at once: what takes a second to import waits until it is used.
+
+Would catch: an import at the top of a module that every stage's class comes with.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("transformers", "accelerate", "pandas", "datasets", "matplotlib", "wandb", "peft")
+PROGRAM = """
+import sys
+from pipeline.__main__ import main
+code = main(sys.argv[2:])
+held = [name for name in sys.argv[1].split(",") if name in sys.modules]
+sys.exit(f"imported {held}" if held else code)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["stage=prepar"], 2)])
+def test_nothing_heavy_is_imported_to_answer_at_once(tmp_path, monkeypatch, arguments, code):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    command = [sys.executable, "-c", PROGRAM, ",".join(HEAVY), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
