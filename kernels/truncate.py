@@ -14,7 +14,8 @@ One pass: every (row, split) sums w into the 16 values of the next digit, among 
 with the digits found so far; the next pass begins by adding up the splits in order and choosing the
 digit. No atomics, so that the same logits give the same threshold in any batch. A logit of 16 bits
 has a key whose low 16 bits say nothing (float16: 12): bfloat16 needs 4 passes, float16 5, float32
-or a penalty 8. Launches: passes + 1 for top-k, passes + 1 for top-p, 1 for min-p, 1 for the kept mass.
+or a penalty 8. Launches: passes + 1 for top-k, passes + 1 for top-p, 1 for min-p and 1 for the
+kept mass.
 Rows that ask for no rule leave each kernel at once.
 """
 
