@@ -1,10 +1,12 @@
 """Values and contracts that cross a room boundary.
 
-The consumer owns the contract: the loop says here what targets, drafters, policies and routers must be, and
-knows no kind of any of them. Values are frozen and small. Records that reach disk hold plain numbers.
+The consumer owns the contract: the loop says here what targets, drafters, policies and routers
+must be, and knows no kind of any of them. Values are frozen and small. Records that reach disk hold plain
+numbers.
 
-Letters: B rows (requests in one step), T verified tokens of a row (prompt and output), K drafted tokens,
-V target vocabulary. Token ids on the host are lists of int; seconds come from the injected clock.
+Letters: B rows (requests in one step), T verified tokens of a row (prompt and output), K drafted
+tokens, V target vocabulary. Token ids on the host are lists of int; seconds come from the injected
+clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,9 +42,10 @@ MAX_DRAFT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The law that is kept: how the target's raw logits become probabilities, and the seed of the noise.
+    """The law that is kept: how raw logits become probabilities, and the seed of the noise.
 
-    Order: repetition penalty, temperature, top-k, top-p, min-p. Temperature 0 is greedy (lowest id wins a tie).
+    Order: repetition penalty, temperature, top-k, top-p, min-p. Temperature 0 is greedy (the lowest
+    id wins a tie).
     """
 
     temperature: float = 0.0
@@ -54,7 +57,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
+            raise ValueError(
+                f"temperature={self.temperature} must be 0 (greedy) or a positive number"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (off) or a positive number of tokens")
         if not 0 < self.top_p <= 1:
@@ -62,14 +67,16 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1]; 0 turns it off")
         if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 turns it off")
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty} must be positive; 1 turns it off"
+            )
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
 
-# ---------------------------------------------------------------------------------------------- target
+# ---- target
 
 
 class TargetSession(Protocol):
@@ -102,13 +109,13 @@ class Target(Protocol):
     def score(
         self, sessions: Sequence[TargetSession], token_ids: Sequence[Sequence[int]]
     ) -> Tensor:  # [B, W, V], W = the longest row; shorter rows are padded at the end with zeros
-        """Read each row's tokens; row [b, i] holds the raw logits of the token after token_ids[b][i]."""
+        """Read each row's tokens; [b, i] holds the raw logits of what follows token_ids[b][i]."""
 
     def rollback(self, session: TargetSession, length: int) -> None:
         """Forget all but the first `length` tokens."""
 
 
-# --------------------------------------------------------------------------------------------- drafters
+# ---- drafters
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,8 @@ class DraftProposal:
     """What a drafter offers for one step of one row."""
 
     token_ids: list[int]  # k tokens, 0 <= k <= the number asked for
-    logits: Tensor | None  # [k, V] raw logits that each token was drawn from; None: chosen without chance
+    # [k, V] raw logits that each token was drawn from; None: chosen without chance
+    logits: Tensor | None
     source: str  # the leaf that guessed: a composite names the part it used
 
 
@@ -135,15 +143,15 @@ class DraftSession(Protocol):
     """One row's state inside a drafter."""
 
     def offer(self, token_ids: Sequence[int]) -> int:
-        """At most how many tokens it could propose after these verified tokens (cheap; 0: nothing now)."""
+        """Most tokens it could propose after these verified tokens (cheap; 0: nothing now)."""
 
     def propose(
         self, token_ids: Sequence[int], num_draft_tokens: int, sampler: DraftSampler
     ) -> DraftProposal:
-        """Guess what follows the verified tokens. The session brings its own cache up to date first.
+        """Guess what follows the verified tokens, after bringing its own cache up to date.
 
-        `token_ids` is the whole row, prompt and output. Between calls it may have grown by any number of
-        tokens, and tokens proposed earlier may be missing from it.
+        `token_ids` is the whole row, prompt and output. Between calls it may have grown by any
+        number of tokens, and tokens proposed earlier may be missing from it.
         """
 
 
@@ -161,27 +169,29 @@ class Drafter(Protocol):
         self,
         token_ids: Sequence[int],  # prompt and answer, T tokens
         num_prompt_tokens: int,
-        target_logprobs: Tensor,  # [T - num_prompt_tokens] of each answer token under the target's processed law
+        target_logprobs: Tensor,  # [T - num_prompt_tokens] under the target's processed law
         sampling: Sampling,
         max_depth: int,
     ) -> Tensor:  # [T - num_prompt_tokens, max_depth] float32
-        """Chance that the token drafted at each depth is accepted, had drafting begun at each answer token.
+        """Chance that each depth's draft is accepted, had drafting begun at each answer token.
 
-        Entry [t, d] is conditional on the d drafts before it being accepted: greedy, 1 where the drafter's
-        guess equals the answer's token t + d and else 0; sampling, min(1, draft_prob / target_prob) of the
-        realised token (arXiv 2510.20064). NaN: no proposal there (not a rejection), or past the end.
+        Entry [t, d] is conditional on the d drafts before it being accepted: greedy, 1 where the
+        drafter's guess equals the answer's token t + d and else 0; sampling, min(1, draft_prob /
+        target_prob) of the realised token (arXiv 2510.20064). NaN: no proposal there (not a
+        rejection), or past the end.
         """
 
 
-# --------------------------------------------------------------------------------------------- policies
+# ---- policies
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
     """Belief about each drafter before the first token of one prompt is drafted.
 
-    Acceptance is the chance that a drafted token is accepted given that those before it were, at depth 1;
-    `depth_offsets[name][k]` is what depth k + 1 adds to its logit. All values are on the logit scale.
+    Acceptance is the chance that a drafted token is accepted given that those before it were, at
+    depth 1; `depth_offsets[name][k]` is what depth k + 1 adds to its logit. All values are on the
+    logit scale.
     """
 
     mean: Mapping[str, float]
@@ -216,7 +226,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One decoding step of one row, as policies learn from it and logs keep it. Plain numbers only."""
+    """One decoding step of one row, as policies learn from it and logs keep it."""
 
     request_id: str
     step: int
@@ -245,8 +255,8 @@ class PolicySession(Protocol):
     def choose(self, offers: Mapping[str, int]) -> Choice:
         """Pick from what is on offer: drafter name -> most tokens it could propose now.
 
-        The choice is made before a token is drawn, from verified tokens and past records only; therefore it
-        cannot bias the output (arXiv 2505.15141, proposition 3.1).
+        The choice is made before a token is drawn, from verified tokens and past records only;
+        therefore it cannot bias the output (arXiv 2505.15141, proposition 3.1).
         """
 
     def learn(self, record: StepRecord) -> None:
@@ -255,7 +265,7 @@ class PolicySession(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Chooses an arm (drafter, K) or OFF for every step; what it learns across rows is its own affair."""
+    """Chooses an arm (drafter, K) or OFF for every step; memory across rows is its own affair."""
 
     def open(self, request: Request) -> PolicySession:
         """A fresh row."""

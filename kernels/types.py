@@ -9,9 +9,10 @@ from torch import Tensor
 class Verification:
     """What the target kept of each row's draft: accepted tokens, then one recovered or bonus token.
 
-    Log-probabilities are those of the emitted tokens under the processed laws (after penalty, temperature
-    and truncation), natural logarithm. They are 0 where nothing was emitted; `draft_logprobs` is also 0 at a
-    bonus token, for which there was no draft, and -inf where the drafter could not have proposed the token.
+    Log-probabilities are those of the emitted tokens under the processed laws (after penalty,
+    temperature and truncation), natural logarithm. They are 0 where nothing was emitted;
+    `draft_logprobs` is also 0 at a bonus token, for which there was no draft, and -inf where the
+    drafter could not have proposed the token.
     """
 
     token_ids: Tensor  # [B, K + 1] int64, padded with -1

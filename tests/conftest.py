@@ -1,8 +1,14 @@
 """What several rooms' tests share. This folder is on the path, so that they can import `fakes`."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton chooses its interpreter when it is imported, which any test may do first.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def test_the_main_job_shows_the_lineage_the_table_and_what_to_deploy(pipeline, c
         assert [line.split()[0] for line in lines[1:4]] == ["prepare", "evaluate", "export"]
         assert "report.html" in out
         assert "policy + router" in out
-        assert lines[-1] == json.loads(json.dumps(RESULTS)).get("deployment", "Deploy ngram K=4 here.")
+        assert lines[-1] == RESULTS.get("deployment", "Deploy ngram K=4 here.")
 
 
 def test_lineage_lists_what_came_before_first(pipeline):

@@ -48,7 +48,7 @@ class Add(Stage):
         return {"counted": Need("count"), "other": Need("count", other)}
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
-        assert not any(workspace.out.iterdir()), "a stage that does not resume finds an empty folder"
+        assert not any(workspace.out.iterdir()), "it does not resume: nothing is there"
         steps = [len(list(folder.glob("step-*"))) for folder in workspace.inputs.values()]
         (workspace.out / "sum").write_text(str(sum(steps)))
         return {"sum": sum(steps)}
