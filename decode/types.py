@@ -1,8 +1,8 @@
 """Values and contracts that cross a room boundary.
 
 The consumer owns the contract: the loop says here what targets, drafters, policies and routers
-must be, and knows no kind of any of them. Values are frozen and small. Records that reach disk hold plain
-numbers.
+must be, and knows no kind of any of them. Values are frozen and small. Records that reach disk hold
+plain numbers.
 
 Letters: B rows (requests in one step), T verified tokens of a row (prompt and output), K drafted
 tokens, V target vocabulary. Token ids on the host are lists of int; seconds come from the injected
