@@ -252,8 +252,8 @@ def measure_costs(
 def quick_costs(target: Target, drafters: Mapping[str, Drafter], clock: Clock) -> Costs:
     """A rough measurement in a second or two, for a decoder that was given none.
 
-    Drafting is timed at two lengths only and continued in a straight line: sixteen tokens of a large
-    drafter take seconds.
+    Drafting is timed at two lengths only and continued in a straight line: sixteen tokens of a
+    large drafter take seconds.
     """
     widths = [2, 5, MAX_DRAFT_TOKENS + 1]
     length = min(64, target.max_context - MAX_DRAFT_TOKENS - 1)
