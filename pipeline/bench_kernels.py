@@ -149,7 +149,7 @@ def microseconds(calls: list[Call]) -> float:
         for call in calls:
             run(verify, call, check=False)
     times = []
-    for _ in range(12):
+    for _ in range(6):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -180,10 +180,10 @@ def copy_bandwidth() -> float:
 
 
 def time_case(
-    vocab: int, num_draft: int, batch: int, mode: str, bandwidth: float
+    vocab: int, num_draft: int, batch: int, dtype: torch.dtype, mode: str, bandwidth: float
 ) -> dict[str, Any]:
-    """One line of the table, bfloat16; the share counts each logit in use once."""
-    one = make_call(vocab, num_draft, batch, torch.bfloat16, mode)
+    """One line of the table; the share counts each logit in use once."""
+    one = make_call(vocab, num_draft, batch, dtype, mode)
     logits = [one["target_logits"], one["draft_logits"]]
     num_bytes = sum(x.numel() * x.element_size() for x in logits if x is not None)
     turns = max(1, min(64, round(ROTATED_BYTES / num_bytes))) if batch == 64 else 8
@@ -195,10 +195,18 @@ def time_case(
         "vocab": vocab,
         "num_draft_tokens": num_draft,
         "batch": batch,
+        "dtype": str(dtype).removeprefix("torch."),
         "mode": mode,
         "microseconds": round(spent, 1),
         "bandwidth_share": round(num_bytes / (spent * 1e-6) / bandwidth, 3),
     }
+
+
+def timed_cases() -> list[tuple[int, int, int, torch.dtype, str]]:
+    """Every shape and dtype; all rules at batch 64, which takes milliseconds, at two lengths."""
+    every = product(VOCABULARIES, DRAFTS, BATCHES, DTYPES, MODES)
+    slow = ("all rules", 64)
+    return [case for case in every if (case[4], case[2]) != slow or case[1] in (4, 8)]
 
 
 def kernel_suite(out: Path, workers: int | None = None) -> dict[str, Any]:
@@ -211,8 +219,7 @@ def kernel_suite(out: Path, workers: int | None = None) -> dict[str, Any]:
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         checks = list(pool.map(check, *zip(*jobs, strict=True)))
     bandwidth = copy_bandwidth()
-    cases = product(VOCABULARIES[2:], (4, 8), BATCHES, MODES)
-    times = [time_case(vocab, k, batch, mode, bandwidth) for vocab, k, batch, mode in cases]
+    times = [time_case(*case, bandwidth=bandwidth) for case in timed_cases()]
     results = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -231,11 +238,11 @@ def kernel_suite(out: Path, workers: int | None = None) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """Microseconds and share of copy bandwidth, one line a shape."""
     lines = [f"{results['metrics']}  copy {results['copy_bandwidth'] / 1e12:.2f} TB/s"]
-    shapes = {(r["vocab"], r["num_draft_tokens"], r["batch"]) for r in results["times"]}
+    rows = [r for r in results["times"] if r["dtype"] == "bfloat16"]
+    rows = [r for r in rows if r["num_draft_tokens"] in (4, 8)]
+    shapes = {(r["vocab"], r["num_draft_tokens"], r["batch"]) for r in rows}
     for shape in sorted(shapes):
-        found = [
-            r for r in results["times"] if (r["vocab"], r["num_draft_tokens"], r["batch"]) == shape
-        ]
+        found = [r for r in rows if (r["vocab"], r["num_draft_tokens"], r["batch"]) == shape]
         cells = [
             f"{r['mode']} {r['microseconds']:.1f} us ({100 * r['bandwidth_share']:.0f}%)"
             for r in found
