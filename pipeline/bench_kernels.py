@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -31,6 +32,8 @@ DRAFTS = range(1, 9)
 BATCHES = (1, 3, 64)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MODES = ("temperature", "greedy", "lookup", "all rules")
+TWO_LAUNCHES = "greedy, two launches"  # temperature stays on the host, which so knows of greed
+TWO_EAGER = "greedy, two launches, eager"
 SLACK = 1e-6  # what the contract allows between two orders of summation
 ROTATED_BYTES = 300e6  # inputs in turn, several times the cache, so that logits come from memory
 
@@ -50,7 +53,7 @@ def make_call(vocab: int, num_draft: int, batch: int, dtype: torch.dtype, mode: 
     draft = (0.8 * target[:, :num_draft] + 0.7 * normal(num_draft)).to(dtype)
     law = draft.float().softmax(-1).reshape(-1, vocab)
     ids = torch.multinomial(law, 1, generator=generator).view(batch, num_draft)
-    greedy = mode == "greedy"
+    greedy = mode.startswith("greedy")
     call: Call = {
         "target_logits": target.to(dtype),
         "draft_token_ids": draft.argmax(-1) if greedy else ids,
@@ -135,33 +138,71 @@ def _law(call: Call, name: str, row: int, position: int) -> Tensor:
     return processed_probs(call[name][row, position][None], **rules, seen=seen)[0]
 
 
-def microseconds(calls: list[Call]) -> float:
-    """Median time of one verification inside a CUDA graph that holds every call in turn.
+def microseconds(calls: list[Call], mode: str, pinned: bool | None) -> float:
+    """Median time of one verification over five rounds that take every call in turn.
 
-    Parameters lie on the device, so greedy calls take all four launches, two of which do nothing.
+    A CUDA graph holds the round, with parameters on the device: greedy calls then take all four
+    launches, two of which do nothing. In two launches the temperature is on the host, and the round
+    is a graph only where `pinned` names a memory that capture accepts.
     """
-    calls = [_on_device(call) for call in calls]
-    for call in calls:
-        run(verify, call, check=False)
+    eager = mode == TWO_EAGER or (mode == TWO_LAUNCHES and pinned is None)
+    if mode == TWO_LAUNCHES and pinned:
+        calls = [call | {"temperature": call["temperature"].pin_memory()} for call in calls]
+    elif mode not in (TWO_LAUNCHES, TWO_EAGER):
+        calls = [_on_device(call) for call in calls]
+    play = _each(calls)
+    play()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            run(verify, call, check=False)
+    if not eager:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            play()
+        play = graph.replay
     times = []
     for _ in range(6):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        play()
         stop.record()
         torch.cuda.synchronize()
         times.append(1e3 * start.elapsed_time(stop) / len(calls))
-    return median(times[2:])
+    return median(times[1:])
+
+
+def _each(calls: list[Call]) -> Callable[[], None]:
+    def play() -> None:
+        for call in calls:
+            run(verify, call, check=False)
+
+    return play
 
 
 def _on_device(call: Call) -> Call:
-    """Everything on the device, since a graph may copy nothing from the host."""
+    """Everything on the device, since a graph may copy nothing from pageable memory."""
     return {k: v.cuda() if isinstance(v, Tensor) else v for k, v in call.items()}
+
+
+def capture_refusal(pinned: bool) -> str | None:
+    """Why a graph refuses a temperature on the host, or None; for a process of its own."""
+    call = make_call(1000, 4, 3, torch.bfloat16, TWO_LAUNCHES)
+    try:
+        microseconds([call], TWO_LAUNCHES, pinned)
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return None
+
+
+def launches(mode: str) -> dict[str, int]:
+    """Kernels that the device ran for one bfloat16 call, by name."""
+    call = make_call(1000, 4, 3, torch.bfloat16, mode)
+    call = call if mode == TWO_LAUNCHES else _on_device(call)
+    run(verify, call, check=False)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(verify, call, check=False)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() or ()]
+    return dict(Counter(name for name in names if name.endswith("_kernel")))
 
 
 def copy_bandwidth() -> float:
@@ -180,7 +221,14 @@ def copy_bandwidth() -> float:
 
 
 def time_case(
-    vocab: int, num_draft: int, batch: int, dtype: torch.dtype, mode: str, bandwidth: float
+    vocab: int,
+    num_draft: int,
+    batch: int,
+    dtype: torch.dtype,
+    mode: str,
+    *,
+    bandwidth: float,
+    pinned: bool | None,
 ) -> dict[str, Any]:
     """One line of the table; the share counts each logit in use once."""
     one = make_call(vocab, num_draft, batch, dtype, mode)
@@ -190,7 +238,7 @@ def time_case(
     fresh = [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items()} for _ in range(turns)
     ]
-    spent = microseconds(fresh)
+    spent = microseconds(fresh, mode, pinned)
     return {
         "vocab": vocab,
         "num_draft_tokens": num_draft,
@@ -203,10 +251,13 @@ def time_case(
 
 
 def timed_cases() -> list[tuple[int, int, int, torch.dtype, str]]:
-    """Every shape and dtype; all rules at batch 64, which takes milliseconds, at two lengths."""
-    every = product(VOCABULARIES, DRAFTS, BATCHES, DTYPES, MODES)
-    slow = ("all rules", 64)
-    return [case for case in every if (case[4], case[2]) != slow or case[1] in (4, 8)]
+    """Every shape and dtype; what takes milliseconds, or waits for the host, at two lengths."""
+    every = product(VOCABULARIES, DRAFTS, BATCHES, DTYPES, (*MODES, TWO_LAUNCHES, TWO_EAGER))
+    return [case for case in every if not _is_slow(case) or case[1] in (4, 8)]
+
+
+def _is_slow(case: tuple[int, int, int, torch.dtype, str]) -> bool:
+    return case[4] == TWO_EAGER or (case[4], case[2]) == ("all rules", 64)
 
 
 def kernel_suite(out: Path, workers: int | None = None) -> dict[str, Any]:
@@ -216,14 +267,22 @@ def kernel_suite(out: Path, workers: int | None = None) -> dict[str, Any]:
     jobs = list(product(VOCABULARIES, DTYPES))
     # Compiling takes longer than checking, and every process compiles on its own core.
     workers = workers or min(len(jobs), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as pool:
+        refusals = dict(zip((True, False), pool.map(capture_refusal, (True, False)), strict=True))
+        modes = (*MODES, TWO_LAUNCHES)
+        counts = dict(zip(modes, pool.map(launches, modes), strict=True))
+    pinned = next((memory for memory, refusal in refusals.items() if refusal is None), None)
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         checks = list(pool.map(check, *zip(*jobs, strict=True)))
     bandwidth = copy_bandwidth()
-    times = [time_case(*case, bandwidth=bandwidth) for case in timed_cases()]
+    times = [time_case(*case, bandwidth=bandwidth, pinned=pinned) for case in timed_cases()]
     results = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "copy_bandwidth": bandwidth,
+        "launches": counts,
+        "capture_refusals": {"pinned": refusals[True], "pageable": refusals[False]},
         "checks": checks,
         "times": times,
         "metrics": {
