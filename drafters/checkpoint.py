@@ -7,10 +7,11 @@ is refused.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -82,6 +83,39 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_file(owned, partial, metadata={"format": "pt"})
     _commit(partial, path)
+
+
+def require_same_settings(
+    folder: Path, description: Mapping[str, Any], ours: Mapping[str, Any], fixed: Iterable[str]
+) -> None:
+    """Refuse a description with other facts, or other values of the fixed settings, than ours."""
+    theirs = {**description, **description.get("config", {})}
+    wanted = {name: value for name, value in ours.items() if name != "config"}
+    for name, value in {**wanted, **{key: ours["config"][key] for key in fixed}}.items():
+        if theirs.get(name) != value:
+            raise ValueError(
+                f"{folder} holds a drafter with {name}={theirs.get(name)}, but {name}={value} is "
+                "needed here; use the settings and the target that it was trained with"
+            )
+
+
+def require_same_shapes(
+    folder: Path, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> None:
+    """Refuse tensors that are not, name by name, of the shapes of ours."""
+    a, b = ({name: t.shape for name, t in tensors.items()} for tensors in (ours, theirs))
+    if wrong := {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)}:
+        raise ValueError(
+            f"{folder} does not fit this drafter (tensor {min(wrong)} differs in shape or is "
+            "missing); use the settings and the target that it was trained with"
+        )
+
+
+@torch.no_grad()
+def copy_tensors(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite each tensor with the one of its name."""
+    for name, tensor in into.items():
+        tensor.copy_(tensors[name])
 
 
 def _commit(partial: Path, path: Path) -> None:

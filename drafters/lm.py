@@ -5,8 +5,7 @@ embedding, and answers with the target's head or, much cheaper, with the head's 
 vocabulary. An untrained cut guesses nothing right; minutes of distillation make it useful.
 """
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from decode.targets.loading import load_causal_lm
-from decode.types import MAX_DRAFT_TOKENS, Sampling
 from drafters.base import BuildContext, DrafterConfig, TargetParts, target_parts
 from drafters.checkpoint import DESCRIPTION, read_description
 from drafters.lm_files import (
     PRETRAINED,
     export_lm,
+    lm_facts,
     load_lm,
     read_draft_vocab,
     save_lm,
 )
-from drafters.lm_session import LmSession
+from drafters.network_drafter import NetworkDrafter
 from drafters.networks import (
     LLAMA_FAMILY,
     CutNetwork,
@@ -33,9 +32,8 @@ from drafters.networks import (
     WholeNetwork,
     is_llama_family,
 )
-from drafters.scoring import by_start, realised_acceptance
 from drafters.tokenizers import load_tokenizer, num_real_ids, require_same_tokenizer
-from drafters.vocabulary import choose_draft_ids, special_ids, widen
+from drafters.vocabulary import choose_draft_ids, special_ids
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -98,37 +96,19 @@ class LmConfig(DrafterConfig):
         return WholeNetwork(donor)
 
 
-class LmDrafter:
-    """Guesses token by token with a network of its own.
+class LmDrafter(NetworkDrafter):
+    """Guesses token by token with a network of its own: a whole model or a cut of one."""
 
-    `trainable` is that network: forward(token_ids [B, T], attention_mask [B, T], keep [B, T]) gives
-    logits over draft columns, and `draft_ids` says which ids those are (None: column c is id c).
-    It is in evaluation mode; a trainer that changes that changes it back.
-    """
+    kind = "lm"
 
     def __init__(self, config: LmConfig, network: DraftNetwork, parts: TargetParts) -> None:
+        super().__init__(network, parts)
         self.config = config
-        self.parts = parts
-        self.trainable = network.eval()
-        self.vocab_size = parts.vocab_size
-        self.num_real_ids = min(num_real_ids(parts.tokenizer), parts.vocab_size)
-        limit = getattr(network.model_config, "max_position_embeddings", None)
-        self.max_context = sys.maxsize if limit is None else int(limit)
         self._measure()
 
     @property
-    def draft_ids(self) -> Tensor | None:
-        return self.trainable.draft_ids
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.trainable.parameters()).device
-
-    def _measure(self) -> None:
-        gathered = getattr(self.trainable, "head_rows", None)
-        own = [*self.trainable.parameters(), *([] if gathered is None else [gathered])]
-        self.num_parameters = sum(tensor.numel() for tensor in own)
-        self.memory_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
+    def num_draft_vocab(self) -> int:
+        return self.config.num_draft_vocab
 
     def set_draft_vocab(self, draft_ids: Tensor) -> None:
         """Choose what it may propose, before training: the head starts again from its model's."""
@@ -141,42 +121,7 @@ class LmDrafter:
         self.trainable.set_draft_ids(draft_ids.long().sort().values)
         self._measure()
 
-    def open(self) -> LmSession:
-        return LmSession(self)
-
-    def widen(self, logits: Tensor) -> Tensor:  # [..., C] -> [..., V] float32
-        """The network's logits in the target's columns, -inf where it has no law."""
-        return widen(logits, self.vocab_size, self.draft_ids, self.num_real_ids)
-
-    @torch.no_grad()
-    def score(
-        self,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-        target_logprobs: Tensor,
-        sampling: Sampling,
-        max_depth: int,
-    ) -> Tensor:
-        """One teacher-forced pass is enough: accepted drafts are the answer's own tokens, so what a
-        position accepts does not depend on where drafting began.
-        """
-        accept = torch.full((len(token_ids) - num_prompt_tokens,), torch.nan)
-        first = max(num_prompt_tokens, 1)  # nothing can be read before the first token of all
-        read = torch.tensor([list(token_ids[:-1])[: self.max_context]], device=self.device)
-        if read.shape[1] >= first:
-            keep = torch.arange(read.shape[1], device=self.device)[None] >= first - 1
-            logits = self.widen(self.trainable(read.long(), keep=keep))
-            low = first - num_prompt_tokens
-            known = target_logprobs[low:]
-            accept[low : low + len(logits)] = realised_acceptance(
-                logits, token_ids, first, known, sampling
-            )
-        by_depth = by_start(accept, max_depth)
-        by_depth[:, MAX_DRAFT_TOKENS:] = torch.nan
-        return by_depth
-
     def save(self, folder: Path) -> None:
-        """Write drafter.json and model.safetensors: its own tensors only, none that is shared."""
         save_lm(self, folder)
 
     def load(self, folder: Path) -> None:
@@ -184,8 +129,11 @@ class LmDrafter:
         load_lm(self, folder)
 
     def export_pretrained(self, folder: Path) -> None:
-        """Write a whole Hugging Face model that AutoModelForCausalLM loads, with the tokenizer."""
-        export_lm(self, folder)
+        export_lm(self.trainable, self.parts, lm_facts(self, PRETRAINED), folder)
+
+    def _own(self) -> Iterable[Tensor]:
+        gathered = getattr(self.trainable, "head_rows", None)
+        return [*self.trainable.parameters(), *([] if gathered is None else [gathered])]
 
 
 def from_pretrained(name_or_path: str, target: Any) -> LmDrafter:

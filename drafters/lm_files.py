@@ -7,18 +7,22 @@ lists the draft ids themselves, ascending (not offsets), so that both laws can b
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafters.base import TargetParts
 from drafters.checkpoint import (
     WEIGHTS,
+    copy_tensors,
     read_description,
     read_tensors,
+    require_same_settings,
+    require_same_shapes,
     save_drafter,
     write_tensors,
 )
@@ -35,49 +39,33 @@ FIXED = ("source", "layers", "num_draft_vocab", "train_head")  # settings that s
 
 def save_lm(drafter: "LmDrafter", folder: Path) -> None:
     """Write the "own" layout."""
-    save_drafter(folder, "lm", _facts(drafter, OWN), drafter.trainable.own_tensors())
+    save_drafter(folder, "lm", lm_facts(drafter, OWN), drafter.trainable.own_tensors())
 
 
 def load_lm(drafter: "LmDrafter", folder: Path) -> None:
     """Put what the "own" layout holds into a drafter that was built with the same settings."""
     description = read_description(folder, "lm")
-    ours = _facts(drafter, OWN)
-    theirs = {**description, **description.get("config", {})}
-    for name, value in {**ours, **{key: ours["config"][key] for key in FIXED}}.items():
-        if name != "config" and theirs.get(name) != value:
-            raise ValueError(
-                f"{folder} holds a drafter with {name}={theirs.get(name)}, but {name}={value} is "
-                "needed here; use the settings and the target that it was trained with"
-            )
+    require_same_settings(folder, description, lm_facts(drafter, OWN), FIXED)
     tensors = read_tensors(folder, description)
-    own = drafter.trainable.own_tensors()
-    if wrong := {n for n in own.keys() | tensors.keys() if _shape(own, n) != _shape(tensors, n)}:
-        raise ValueError(
-            f"{folder} does not fit this drafter (tensor {min(wrong)} differs in shape or is "
-            "missing); use the settings and the target that it was trained with"
-        )
+    require_same_shapes(folder, drafter.trainable.own_tensors(), tensors)
     if "draft_ids" in tensors:
         drafter.set_draft_vocab(tensors["draft_ids"])
-        own = drafter.trainable.own_tensors()
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+    copy_tensors(drafter.trainable.own_tensors(), tensors)
 
 
-def export_lm(drafter: "LmDrafter", folder: Path) -> None:
-    """Write the "pretrained" layout; drafter.json comes last."""
+def export_lm(network: Any, parts: TargetParts, facts: Mapping[str, Any], folder: Path) -> None:
+    """Write the "pretrained" layout of a network; drafter.json, with these facts, comes last."""
     folder.mkdir(parents=True, exist_ok=True)
-    network: Any = drafter.trainable
-    drafter.parts.tokenizer.save_pretrained(folder)
+    parts.tokenizer.save_pretrained(folder)
     if isinstance(network, CutNetwork):
         _write_model(network, folder)
-        if generation := getattr(drafter.parts.model, "generation_config", None):
+        if generation := getattr(parts.model, "generation_config", None):
             generation.save_pretrained(folder)
     else:
         network.model.save_pretrained(folder)
-    if drafter.draft_ids is not None:
-        write_tensors(folder / DRAFT_VOCAB, {"d2t": drafter.draft_ids})
-    save_drafter(folder, "lm", _facts(drafter, PRETRAINED))
+    if network.draft_ids is not None:
+        write_tensors(folder / DRAFT_VOCAB, {"d2t": network.draft_ids})
+    save_drafter(folder, "lm", facts)
 
 
 def read_draft_vocab(folder: Path) -> Tensor | None:
@@ -98,10 +86,7 @@ def _write_model(network: CutNetwork, folder: Path) -> None:
     write_tensors(folder / WEIGHTS, {**trunk, **ends})
 
 
-def _facts(drafter: "LmDrafter", layout: str) -> dict[str, Any]:
+def lm_facts(drafter: "LmDrafter", layout: str) -> dict[str, Any]:
+    """What drafter.json says of an LM drafter beside its kind."""
     config = asdict(drafter.config)
     return {"layout": layout, "config": config, "vocab_size": drafter.vocab_size}
-
-
-def _shape(tensors: dict[str, Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None

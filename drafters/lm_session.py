@@ -1,7 +1,7 @@
 """One row's state in an LM drafter: a cache that catches up when it is asked, and not before."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from drafters.networks import DraftNetwork
 class LmParts(Protocol):
     """What a session uses of its drafter."""
 
+    kind: ClassVar[str]
     trainable: DraftNetwork
     max_context: int
 
@@ -55,7 +56,7 @@ class LmSession:
             tokens.append(sampler.draw(rows[-1]))
             pending = tokens[-1:]
         logits = torch.stack(rows) if rows and not sampler.greedy else None
-        return DraftProposal(tokens, logits, "lm")
+        return DraftProposal(tokens, logits, self._drafter.kind)
 
     def _roll_back(self, token_ids: list[int]) -> list[int]:
         """Forget what the row no longer holds; the tokens still to be read, the last one always."""
