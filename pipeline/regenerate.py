@@ -9,17 +9,19 @@ from typing import Any, ClassVar
 
 import torch
 
+from decode.targets.transformers import TransformersTarget
 from decode.types import Sampling
 from pipeline.answers import Answer, Answers, AnswerWriter
 from pipeline.build import load_target
 from pipeline.chat import load_prompts, prompt_ids
-from pipeline.generation import Generator, Job, Trace
+from pipeline.generation import EOS, Generates, Generator, Job, Trace
 from pipeline.progress import progress
 from pipeline.stage import Need, Stage, Workspace
 
 log = logging.getLogger(__name__)
 
 GREEDY, SAMPLED = "greedy", "sampled"
+ENGINES = ("auto", "padded", "slots")
 LAWS = {"greedy": (GREEDY,), "sampled": (SAMPLED,), "both": (GREEDY, SAMPLED), "alternate": ()}
 
 
@@ -38,7 +40,7 @@ class Regenerate(Stage):
     reads: ClassVar[tuple[str, ...]] = ("target",)
     summary: ClassVar[str] = "the target answers the prompts, and notes its own law at every token"
     resumes: ClassVar[bool] = True
-    format_version: ClassVar[int] = 2  # each shard says how long it took
+    format_version: ClassVar[int] = 3  # one stream of random numbers an answer
 
     laws: dict[str, str]  # split -> greedy, sampled, both, or alternate (one of the two, in turn)
     prompts_per_domain: dict[str, int]  # split -> most prompts of each domain; 0: all
@@ -46,9 +48,10 @@ class Regenerate(Stage):
     max_prompt_tokens: int  # a longer prompt is left out, and counted
     temperature: float  # of the law called "sampled"
     top_p: float
-    batch_size: int
+    batch_size: int  # rows at once
     shard_rows: int  # rows sorted by length and written together; the unit of resuming
-    num_top_logits: int
+    num_top_logits: int  # 0: distill needs teacher=model then
+    engine: str  # one of ENGINES
     dtype: str  # while it answers; "auto": bfloat16 where the hardware multiplies it, else float32
 
     def __post_init__(self) -> None:
@@ -58,11 +61,16 @@ class Regenerate(Stage):
                     f"stages.regenerate.{name} names the splits {sorted(getattr(self, name))} but "
                     f"laws names {sorted(self.laws)}; give each split one value in each of them"
                 )
-        for name in ("batch_size", "shard_rows", "num_top_logits"):
-            if getattr(self, name) < 1:
+        for name, least in (("batch_size", 1), ("shard_rows", 1), ("num_top_logits", 0)):
+            if getattr(self, name) < least:
                 raise ValueError(
-                    f"stages.regenerate.{name}={getattr(self, name)} must be at least 1"
+                    f"stages.regenerate.{name}={getattr(self, name)} must be at least {least}"
                 )
+        if self.engine not in ENGINES:
+            raise ValueError(
+                f"stages.regenerate.engine={self.engine} is unknown; use one of "
+                f"{', '.join(ENGINES)}"
+            )
         for split, choice in self.laws.items():
             if choice not in LAWS:
                 raise ValueError(
@@ -91,8 +99,7 @@ class Regenerate(Stage):
                 f"{self.max_prompt_tokens} and, with an answer of max_new_tokens, the target's "
                 f"context of {target.max_context}; lower max_new_tokens or give shorter prompts"
             )
-        generator = Generator(target.model, target.eos_token_ids, self.num_top_logits)
-        self._answer(generator, fitting, laws, writer, workspace)
+        self._answer(self._generator(target, fitting), fitting, laws, writer, workspace, dtype)
         return {**summary(workspace.out), "prompts_left_out": len(rows) - len(fitting)}
 
     def samplings(self, seed: int) -> dict[str, Sampling]:
@@ -123,45 +130,52 @@ class Regenerate(Stage):
         room = max_context - self.max_new_tokens[row.split]
         return 0 < len(row.prompt_ids) <= min(self.max_prompt_tokens, room)
 
+    def _generator(self, target: TransformersTarget, rows: Sequence[Row]) -> Generates:
+        """Rows padded to one batch after another, or kept in slots of fixed shape."""
+        model, eos, top = target.model, target.eos_token_ids, self.num_top_logits
+        if self.engine == "slots" or (self.engine == "auto" and target.device.startswith("cuda")):
+            from pipeline.slots import SlotGenerator, fixed_shapes_fit
+
+            if self.engine == "slots" or fixed_shapes_fit(model):
+                longest = max(len(row.prompt_ids) + self.max_new_tokens[row.split] for row in rows)
+                return SlotGenerator(model, eos, top, self.batch_size, longest)
+        return Generator(model, eos, top, self.batch_size)
+
     def _answer(
         self,
-        generator: Generator,
+        generator: Generates,
         rows: Sequence[Row],
         laws: Mapping[str, Sampling],
         writer: AnswerWriter,
         workspace: Workspace,
+        dtype: torch.dtype,
     ) -> None:
-        """Write the shards that are not there yet."""
+        """Write the shards that are not there yet, in order, each as soon as it is whole."""
         clock = workspace.runtime.make_clock()
         shards = list(cut(rows, self.shard_rows))
         done = len(writer.shards)
-        behind = sum(map(len, shards[:done]))
-        with progress("regenerate", len(rows), "answers", done=behind) as meter:
-            for shard in shards[done:]:
-                started = clock.now()
-                answers: list[Answer] = []
-                for batch in cut_batches(shard, self.batch_size):
-                    answers += self._batch(generator, batch, laws)
-                    meter.advance(len(batch))
-                dtype, seconds = next(generator.model.parameters()).dtype, clock.now() - started
-                writer.write(shard[0].split, answers, dtype, seconds)
+        todo = shards[done:]
+        answers: list[list[Answer | None]] = [[None] * len(shard) for shard in todo]
+        missing = [len(shard) for shard in todo]
+        jobs = ([self._job(row, laws) for row in shard] for shard in todo)
+        started, written = clock.now(), 0
+        with progress(
+            "regenerate", len(rows), "answers", done=sum(map(len, shards[:done]))
+        ) as meter:
+            for number, place, trace in generator.stream(jobs):
+                row = todo[number][place]
+                answers[number][place] = as_answer(row, laws[row.law], trace)
+                missing[number] -= 1
+                meter.advance()
+                while written < len(todo) and not missing[written]:
+                    whole = [answer for answer in answers[written] if answer is not None]
+                    now = clock.now()
+                    writer.write(todo[written][0].split, whole, dtype, now - started)
+                    answers[written], started, written = [], now, written + 1
 
-    def _batch(
-        self, generator: Generator, batch: Sequence[Row], laws: Mapping[str, Sampling]
-    ) -> list[Answer]:
-        jobs = [
-            Job(
-                f"{row.prompt['id']}/{row.law}",
-                row.prompt_ids,
-                laws[row.law],
-                self.max_new_tokens[row.split],
-            )
-            for row in batch
-        ]
-        traces = generator.answer(jobs)
-        return [
-            as_answer(row, laws[row.law], trace) for row, trace in zip(batch, traces, strict=True)
-        ]
+    def _job(self, row: Row, laws: Mapping[str, Sampling]) -> Job:
+        key = f"{row.prompt['id']}/{row.law}"
+        return Job(key, row.prompt_ids, laws[row.law], self.max_new_tokens[row.split])
 
 
 def balanced(
@@ -194,11 +208,6 @@ def cut(rows: Sequence[Row], shard_rows: int) -> Iterator[list[Row]]:
             yield sorted(members[start : start + shard_rows], key=lambda row: len(row.prompt_ids))
 
 
-def cut_batches(rows: Sequence[Row], batch_size: int) -> Iterator[Sequence[Row]]:
-    for start in range(0, len(rows), batch_size):
-        yield rows[start : start + batch_size]
-
-
 def as_answer(row: Row, sampling: Sampling, trace: Trace) -> Answer:
     """The record that is kept."""
     return Answer(
@@ -206,12 +215,12 @@ def as_answer(row: Row, sampling: Sampling, trace: Trace) -> Answer:
         split=row.split,
         law=row.law,
         sampling=sampling,
-        token_ids=torch.tensor(row.prompt_ids + trace.token_ids),
+        token_ids=torch.cat([torch.tensor(row.prompt_ids), trace.token_ids]),
         num_prompt_tokens=len(row.prompt_ids),
-        logprobs=torch.tensor(trace.logprobs),
-        lse=torch.tensor(trace.lse),
-        topk_ids=torch.stack(trace.topk_ids),
-        topk_logits=torch.stack(trace.topk_logits),
+        logprobs=trace.logprobs,
+        lse=trace.lse,
+        topk_ids=trace.topk_ids,
+        topk_logits=trace.topk_logits,
         finish_reason=trace.finish_reason,
     )
 
@@ -228,7 +237,7 @@ def summary(folder: Path) -> dict[str, float]:
         ids = answer.answer_ids.tolist()
         grams = list(zip(*(ids[offset:] for offset in range(8)), strict=False))
         lengths.append(len(ids))
-        ended += answer.finish_reason == "eos"
+        ended += answer.finish_reason == EOS
         distinct, total = distinct + len(set(grams)), total + len(grams)
     return {
         "tokens_per_second": sum(lengths) / sum(shard.seconds for shard in reader.shards),

@@ -1,7 +1,8 @@
 """Would catch: left padding that leaks into a row's logits, cache rows that no longer match their
 jobs after one leaves, a last token that is lost or an EOS that is dropped, numbers noted for the
 wrong token, draws that depend on the batch, one law for a whole domain, a resumed run that
-writes other files.
+writes other files; and of slots: a ring that wraps over a row's own tokens, a row that sees what
+its slot held before, rotary positions taken from columns, a row that goes on after its end.
 
 Tolerances: log-sum-exp and logits of a padded batch against one unpadded pass agree to 1e-4
 (float32, values of some 10, sums in another order); log-probabilities likewise. Tokens and files
@@ -9,6 +10,7 @@ must be equal.
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,10 @@ from decode.types import Sampling
 from kernels.reference import processed_probs
 from pipeline import regenerate
 from pipeline.answers import Answers
-from pipeline.generation import Generator, Job
+from pipeline.generation import Generator, Job, Trace
 from pipeline.regenerate import Regenerate, balanced
 from pipeline.runtime import Runtime
+from pipeline.slots import SlotGenerator
 
 SPLITS = {
     "drafter_train": [prompt(n, d, words=2 + n % 4) for n in range(5) for d in ("code", "chat")],
@@ -44,6 +47,7 @@ def stage(**changes: object) -> Regenerate:
         "batch_size": 3,
         "shard_rows": 4,
         "num_top_logits": 7,
+        "engine": "padded",
         "dtype": "float32",
     }
     return Regenerate(**{**settings, **changes})  # type: ignore[arg-type]
@@ -79,65 +83,97 @@ def jobs(temperature: float, lengths: tuple[int, ...] = (3, 11, 1, 7, 5)) -> lis
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_row_is_what_it_would_be_alone(temperature: float) -> None:
+def padded(model: torch.nn.Module, eos: frozenset[int], rows: list[Job]) -> list[Trace]:
+    return [trace for _, _, trace in Generator(model, eos, 5, 3).stream([rows[:2], rows[2:]])]
+
+
+def slots(model: torch.nn.Module, eos: frozenset[int], rows: list[Job]) -> list[Trace]:
+    """Two slots for five rows, so that slots are filled again; the ring wraps within a row."""
+    longest = max(len(job.prompt_ids) + job.max_new_tokens for job in rows)
+    generator = SlotGenerator(model, eos, 5, 2, longest)
+    found = {(n, place): trace for n, place, trace in generator.stream([rows[:2], rows[2:]])}
+    assert len(found) == len(rows)
+    return [found[key] for key in sorted(found)]
+
+
+ENGINES = pytest.mark.parametrize("answer", [padded, slots])
+TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 0.9])
+Engine = Callable[[torch.nn.Module, frozenset[int], list[Job]], list[Trace]]
+
+
+@ENGINES
+@TEMPERATURES
+def test_a_row_is_what_it_would_be_alone(answer: Engine, temperature: float) -> None:
     """Rows of five lengths, each ending at its own time, against each row in a batch of its own."""
-    generator = Generator(tiny_model(), frozenset({EOS}), 5)
-    together = generator.answer(jobs(temperature))
+    together = answer(tiny_model(), frozenset({EOS}), jobs(temperature))
     for job, trace in zip(jobs(temperature), together, strict=True):
-        (alone,) = generator.answer([job])
-        assert trace.token_ids == alone.token_ids
+        (alone,) = Generator(tiny_model(), frozenset({EOS}), 5, 1).answer([job])
+        assert trace.token_ids.tolist() == alone.token_ids.tolist()
         assert trace.finish_reason == alone.finish_reason
         torch.testing.assert_close(trace.lse, alone.lse, atol=1e-4, rtol=0)
-    assert (
-        len({len(trace.token_ids) for trace in together}) > 2
-    )  # rows did leave at different times
+    # Rows did leave at different times.
+    assert len({len(trace.token_ids) for trace in together}) > 2
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_notes_belong_to_their_tokens(temperature: float) -> None:
+@ENGINES
+@TEMPERATURES
+def test_notes_belong_to_their_tokens(answer: Engine, temperature: float) -> None:
     """One teacher-forced pass over prompt and answer gives the same laws."""
-    model = tiny_model()
-    for job, trace in zip(
-        jobs(temperature),
-        Generator(model, frozenset({EOS}), 5).answer(jobs(temperature)),
-        strict=True,
-    ):
+    model, rows = tiny_model(), jobs(temperature)
+    for job, trace in zip(rows, answer(tiny_model(), frozenset({EOS}), rows), strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([job.prompt_ids + trace.token_ids])).logits[0]
+            logits = model(torch.tensor([job.prompt_ids + trace.token_ids.tolist()])).logits[0]
         logits = logits[len(job.prompt_ids) - 1 : -1]
         probs = processed_probs(logits, *law_of((job.sampling,) * len(logits)))
-        chosen = probs.gather(1, torch.tensor(trace.token_ids)[:, None])[:, 0].log()
-        torch.testing.assert_close(torch.tensor(trace.logprobs), chosen.float(), atol=1e-4, rtol=0)
-        torch.testing.assert_close(torch.tensor(trace.lse), logits.logsumexp(-1), atol=1e-4, rtol=0)
-        best = torch.stack(trace.topk_ids).long()
+        chosen = probs.gather(1, trace.token_ids[:, None])[:, 0].log()
+        torch.testing.assert_close(trace.logprobs, chosen.float(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(trace.lse, logits.logsumexp(-1), atol=1e-4, rtol=0)
         torch.testing.assert_close(
-            torch.stack(trace.topk_logits), logits.gather(1, best), atol=1e-4, rtol=0
+            trace.topk_logits, logits.gather(1, trace.topk_ids), atol=1e-4, rtol=0
         )
-        assert torch.equal(best, logits.topk(5).indices)
+        assert torch.equal(trace.topk_ids, logits.topk(5).indices)
         if temperature == 0:
-            assert trace.token_ids == best[:, 0].tolist()
+            assert torch.equal(trace.token_ids, trace.topk_ids[:, 0])
 
 
-def test_eos_ends_a_row_and_is_kept() -> None:
-    model = tiny_model()
-    free = Generator(model, frozenset(), 5).answer(jobs(0.9))
-    eos = free[3].token_ids[6]
-    ended = Generator(model, frozenset({eos}), 5).answer(jobs(0.9))
+@ENGINES
+def test_eos_ends_a_row_and_is_kept(answer: Engine) -> None:
+    free = answer(tiny_model(), frozenset(), jobs(0.9))
+    eos = int(free[3].token_ids[6])
+    ended = answer(tiny_model(), frozenset({eos}), jobs(0.9))
     for with_eos, without in zip(ended, free, strict=True):
-        stop = (
-            without.token_ids.index(eos) + 1 if eos in without.token_ids else len(without.token_ids)
-        )
-        assert with_eos.token_ids == without.token_ids[:stop]
-        assert (with_eos.finish_reason == "eos") == (eos in without.token_ids)
+        ids = without.token_ids.tolist()
+        stop = ids.index(eos) + 1 if eos in ids else len(ids)
+        assert with_eos.token_ids.tolist() == ids[:stop]
+        assert (with_eos.finish_reason == "eos") == (eos in ids)
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
+@ENGINES
+def test_logits_that_are_no_numbers_are_refused(answer: Engine) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
-    with pytest.raises(ValueError, match="not finite while answering row 0"):
-        Generator(model, frozenset({EOS}), 5).answer(jobs(0.0))
+    with pytest.raises(ValueError, match=r"not finite while answering row \d"):
+        answer(model, frozenset({EOS}), jobs(0.0))
+
+
+def test_slots_refuse_a_model_whose_layers_look_back_a_fixed_way() -> None:
+    model = tiny_model()
+    model.config.sliding_window = 8
+    with pytest.raises(ValueError, match="engine=padded"):
+        SlotGenerator(model, frozenset({EOS}), 5, 2, 20)
+
+
+def test_both_engines_write_the_same_answers(
+    made: tuple[Path, Path, Path, dict[str, float]], tmp_path: Path
+) -> None:
+    target, prompts, out, _ = made
+    run(stage(engine="slots", batch_size=5), target, prompts, tmp_path / "out")
+    pairs = zip(Answers(out).rows(), Answers(tmp_path / "out").rows(), strict=True)
+    for padded_row, slot_row in pairs:
+        assert (padded_row.id, padded_row.law) == (slot_row.id, slot_row.law)
+        assert torch.equal(padded_row.token_ids, slot_row.token_ids)
+        torch.testing.assert_close(padded_row.lse, slot_row.lse, atol=1e-4, rtol=0)
 
 
 def test_every_split_gets_its_laws(made: tuple[Path, Path, Path, dict[str, float]]) -> None:
