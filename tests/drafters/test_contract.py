@@ -198,5 +198,5 @@ def test_sampled_score_is_the_ratio_of_laws(
 def test_every_kind_has_a_file() -> None:
     """The parametrisation is not empty, and building by name works without a fixture."""
     parts = TargetParts(tiny_model(seed=5), tiny_tokenizer(), VOCAB_SIZE, "tiny")
-    assert {"ngram", "lm", "composite"} <= set(YAML)
+    assert {"ngram", "lm", "lora", "composite"} <= set(YAML)
     assert all(make_drafter(name, parts).num_parameters >= 0 for name in YAML)

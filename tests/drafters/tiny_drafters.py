@@ -16,6 +16,7 @@ from decode.sampling import RowSampler, law_of
 from decode.types import Drafter, Sampling
 from drafters.base import BuildContext, DrafterConfig, TargetParts
 from drafters.lm import LmConfig
+from drafters.lora import LoraDrafter
 from kernels.reference import inverse_cdf, processed_probs
 from pipeline.config import typed
 
@@ -69,7 +70,18 @@ def make_drafter(name: str, target: TargetParts) -> Drafter:
         config = replace(config, num_draft_vocab=100)
     members = {"ngram": "ngram", "generic": "lm"}  # names of the quick pool
     parts = {part: make_drafter(members.get(part, part), target) for part in config.part_names}
-    return config.build(BuildContext(target, parts=parts))
+    drafter = config.build(BuildContext(target, parts=parts))
+    if isinstance(drafter, LoraDrafter):
+        disturb(drafter)
+    return drafter
+
+
+def disturb(drafter: LoraDrafter, seed: int = 1) -> None:
+    """Move all adapters, so that their law is not the base's."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in drafter.adapted.own_tensors().values():
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
 
 
 class SpySampler(RowSampler):
