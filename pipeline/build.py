@@ -1,7 +1,7 @@
 """Targets and drafters for the stages that use them, and the artifacts they come from."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ class NamedEntry:
 
     name: str
     entry: PoolEntry
+    parts: Mapping[str, PoolEntry] = field(default_factory=dict)  # what it is made of, all levels
 
 
 def load_target(
@@ -66,13 +67,22 @@ def select_entry(pool: Pool, name: str | None, stage: str) -> NamedEntry:
         raise ValueError(
             f"entry={name} is not trained by stage={stage}; choose another ({choices})"
         )
-    return NamedEntry(name, pool.entries[name])
+    return named_entry(pool, name)
+
+
+def named_entry(pool: Pool, name: str) -> NamedEntry:
+    """The entry with the parts that it is made of, so that its identity covers them."""
+    parts = {part: pool.entries[part] for part in build_order(pool, [name]) if part != name}
+    return NamedEntry(name, pool.entries[name], parts)
 
 
 def parent_need(pool: Pool, entry: PoolEntry) -> dict[str, Need]:
-    """The artifact of the entry that this one starts from, as "parent"; empty without one."""
+    """What an entry's training starts from: the artifact of init_from as "parent", and those of its
+    trained parts as drafter_needs names them.
+    """
+    parts = drafter_needs(pool, entry.drafter.part_names)
     if entry.init_from is None:
-        return {}
+        return parts
     parent = pool.entries.get(entry.init_from)
     if parent is None or parent.trained_by is None:
         raise ValueError(
@@ -80,23 +90,24 @@ def parent_need(pool: Pool, entry: PoolEntry) -> dict[str, Need]:
             f"({', '.join(pool.entries)}); a model that needs no training is named in the entry's "
             "own drafter config"
         )
-    return {"parent": trained_need(entry.init_from, parent)}
+    return {"parent": trained_need(pool, entry.init_from), **parts}
 
 
-def trained_need(name: str, entry: PoolEntry) -> Need:
+def trained_need(pool: Pool, name: str) -> Need:
     """Where the trained drafter of an entry comes from."""
+    entry = pool.entries[name]
     if entry.trained_by not in TRAINERS:
         raise ValueError(
             f"pool entry {name} has trained_by={entry.trained_by}; "
             f"choose null or one of {', '.join(TRAINERS)}"
         )
-    return Need(entry.trained_by, {"entry": NamedEntry(name, entry)})
+    return Need(entry.trained_by, {"entry": named_entry(pool, name)})
 
 
 def drafter_needs(pool: Pool, names: Iterable[str] | None = None) -> dict[str, Need]:
     """One Need per trained entry among `names` (None: all) and the parts they are made of."""
     return {
-        f"drafter:{name}": trained_need(name, pool.entries[name])
+        f"drafter:{name}": trained_need(pool, name)
         for name in build_order(pool, names)
         if pool.entries[name].trained_by is not None
     }

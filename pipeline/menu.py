@@ -68,7 +68,7 @@ def _state(pipeline: Pipeline, name: str, entry: str | None) -> str:
     if entry is not None:
         from pipeline.build import trained_need
 
-        groups |= trained_need(entry, groups["pool"].entries[entry]).groups
+        groups |= trained_need(groups["pool"], entry).groups
     try:
         with no_fetching():
             artifact = pipeline.locate(name, groups)

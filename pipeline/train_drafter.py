@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 from decode.targets.transformers import TransformersTarget
 from decode.types import MAX_DRAFT_TOKENS
 from drafters.base import BuildContext, target_parts
-from drafters.lm import LmDrafter
+from drafters.network_drafter import NetworkDrafter
 from drafters.training import AnswerLike, Batch
 from drafters.vocabulary import choose_draft_ids, count_tokens, special_ids
 from pipeline.answers import Answers
-from pipeline.build import NamedEntry, load_target, parent_need
+from pipeline.build import NamedEntry, build_drafters, load_target, parent_need
+from pipeline.config import Pool
 from pipeline.stage import Need, Stage, Workspace
 from pipeline.training_data import fitting
 from pipeline.validation import read_metrics, validation_answers
@@ -106,25 +107,27 @@ class TrainDrafter(Stage):
         return Trainer(self, workspace, target, drafter, rows, validation).run()
 
 
-def start_drafter(named: NamedEntry, target: TransformersTarget, workspace: Workspace) -> LmDrafter:
+def start_drafter(
+    named: NamedEntry, target: TransformersTarget, workspace: Workspace
+) -> NetworkDrafter:
     """The drafter before training: its parent's weights, or a fresh one with a draft vocabulary.
 
     The vocabulary follows the frequency in the training answers of all domains, so that specialists
     of one parent share it; whoever starts from a parent keeps the parent's.
     """
     parent = workspace.inputs.get("parent")
-    drafter = named.entry.drafter.build(BuildContext(target_parts(target), weights=parent))
-    if not isinstance(drafter, LmDrafter):
+    parts = build_drafters(Pool(entries=dict(named.parts)), target, workspace.inputs)
+    drafter = named.entry.drafter.build(BuildContext(target_parts(target), parent, parts))
+    if not isinstance(drafter, NetworkDrafter):
         raise ValueError(
             f"pool entry {named.name} is a {type(drafter).__name__}, which learns nothing from "
             "training; set its trained_by to null"
         )
-    if drafter.config.num_draft_vocab and parent is None:
+    if drafter.num_draft_vocab and parent is None:
         answers = Answers(workspace.inputs["answers"]).rows(split="drafter_train")
         counts = count_tokens((answer.answer_ids for answer in answers), target.vocab_size)
         always = special_ids(target.tokenizer, target.model)
-        size = drafter.config.num_draft_vocab
+        size = drafter.num_draft_vocab
         drafter.set_draft_vocab(choose_draft_ids(size, drafter.num_real_ids, always, counts))
-    # Small updates vanish in bfloat16 weights, so training keeps float32 ones. eval(): no dropout.
-    drafter.trainable.float().eval()
+    drafter.prepare_training()
     return drafter

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from decode.targets.transformers import TransformersTarget
-from drafters.lm import LmDrafter
+from drafters.network_drafter import NetworkDrafter
 from drafters.training import (
     AnswerLike,
     Batch,
@@ -58,7 +58,7 @@ class Trainer:
         settings: "TrainDrafter",
         workspace: Workspace,
         target: TransformersTarget,
-        drafter: LmDrafter,
+        drafter: NetworkDrafter,
         rows: Sequence[AnswerLike],
         validation: Sequence[Answer],
     ) -> None:
