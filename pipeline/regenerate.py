@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,10 +12,11 @@ import torch
 from decode.targets.transformers import TransformersTarget
 from decode.types import Sampling
 from pipeline.answers import Answer, Answers, AnswerWriter
-from pipeline.build import load_target
+from pipeline.build import fast_dtype, load_target
 from pipeline.chat import load_prompts, prompt_ids
 from pipeline.generation import EOS, Generates, Generator, Job, Trace
 from pipeline.progress import progress
+from pipeline.runtime import Runtime
 from pipeline.stage import Need, Stage, Workspace
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,11 @@ class Regenerate(Stage):
                     f"stages.regenerate.laws.{split}={choice} is unknown; "
                     f"choose one of {', '.join(LAWS)}"
                 )
+
+    def resolved(self, runtime: Runtime) -> "Regenerate":
+        if self.dtype != "auto":
+            return self
+        return replace(self, dtype=fast_dtype(runtime.resolved_device()))
 
     def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
         return {"prompts": Need("prepare")}

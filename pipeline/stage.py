@@ -62,6 +62,10 @@ class Stage(ABC):
         """Name each input and the stage that makes it."""
         return {}
 
+    def resolved(self, runtime: Runtime) -> "Stage":
+        """These settings with what "auto" stands for on this machine: the identity names that."""
+        return self
+
     @abstractmethod
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Write artifacts under `workspace.out`; return metrics (plain numbers, short text)."""
@@ -127,7 +131,7 @@ class Pipeline:
     def locate(self, name: str, groups: Mapping[str, Any] | None = None) -> Artifact:
         """Where the artifact of a stage is or will be; builds nothing."""
         groups = self.groups if groups is None else groups
-        stage = self.stages[name]
+        stage = self.stages[name].resolved(self.runtime)
         inputs = {
             key: f"{need.stage}/{self.locate(need.stage, {**groups, **need.groups}).signature}"
             for key, need in stage.needs(groups).items()
@@ -178,7 +182,7 @@ class Pipeline:
     def _build(
         self, artifact: Artifact, groups: Mapping[str, Any], inputs: Mapping[str, Path], again: bool
     ) -> None:
-        stage, out = self.stages[artifact.stage], artifact.folder
+        stage, out = self.stages[artifact.stage].resolved(self.runtime), artifact.folder
         with suppress(FileNotFoundError):
             (out / MANIFEST).unlink()
         if again or not stage.resumes:

@@ -23,10 +23,12 @@ from decode.types import Sampling
 from kernels.reference import processed_probs
 from pipeline import regenerate
 from pipeline.answers import Answers
+from pipeline.build import fast_dtype
 from pipeline.generation import Generator, Job, Trace
 from pipeline.regenerate import Regenerate, balanced
 from pipeline.runtime import Runtime
 from pipeline.slots import SlotGenerator
+from pipeline.stage import Pipeline, Stage, Workspace
 
 SPLITS = {
     "drafter_train": [prompt(n, d, words=2 + n % 4) for n in range(5) for d in ("code", "chat")],
@@ -81,6 +83,13 @@ def jobs(temperature: float, lengths: tuple[int, ...] = (3, 11, 1, 7, 5)) -> lis
         )
         for n, length in enumerate(lengths)
     ]
+
+
+class Odd(Stage):
+    """Stands where prompts come from."""
+
+    def run(self, workspace: Workspace) -> dict[str, object]:
+        raise AssertionError("only located")
 
 
 def padded(model: torch.nn.Module, eos: frozenset[int], rows: list[Job]) -> list[Trace]:
@@ -250,3 +259,12 @@ def test_settings_that_do_not_fit_are_named(
         run(stage(max_prompt_tokens=1), target, prompts, tmp_path / "short")
     with pytest.raises(ValueError, match="dtype=float8 is not known"):
         run(stage(dtype="float8"), target, prompts, tmp_path / "dtype")
+
+
+def test_what_auto_stands_for_is_part_of_the_identity(tmp_path: Path) -> None:
+    """Artifacts of two machines with other fast dtypes must not pass for one another."""
+    answering = stage(dtype="auto")
+    groups = {"target": tiny_config(tiny_target_folder(tmp_path / "target"))}
+    line = Pipeline({"regenerate": answering, "prepare": Odd()}, groups, tmp_path, 0, VIRTUAL)
+    settings = line.locate("regenerate").identity["settings"]
+    assert settings["dtype"] == fast_dtype("cpu")
