@@ -2,6 +2,8 @@
 
 import copy
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,18 +33,55 @@ class DraftNetwork(nn.Module):
     def forward(
         self,
         token_ids: Tensor,  # [B, T], padded at the end
-        attention_mask: Tensor | None = None,  # [B, T]
+        attention_mask: Tensor | None = None,  # [B, T]; packed rows: [B, 1, T, T] bool
         keep: Tensor | None = None,  # [B, T] bool, N true entries
+        position_ids: Tensor | None = None,  # [B, T]; None: the place in the row
     ) -> Tensor:  # [B, T, C]; with keep [N, C]
         """Teacher-forced logits: position i holds the law of token i + 1."""
 
     @abstractmethod
-    def next_logits(self, token_ids: Tensor, cache: "DynamicCache") -> Tensor:  # [1, n] -> [C]
-        """Read n more tokens into the cache; the law of the token after the last."""
+    def read(
+        self,
+        token_ids: Tensor,  # [B, n]
+        cache: "DynamicCache",
+        attention_mask: Tensor | None = None,  # [B, all read so far]; None: all are tokens
+        position_ids: Tensor | None = None,  # [B, n]; None: what follows in the cache
+    ) -> Tensor:  # [B, C]
+        """Read n more tokens of each row into the cache; the law of the token after the last."""
 
     @abstractmethod
     def own_tensors(self) -> dict[str, Tensor]:
         """What training can change and what says how to read it, each tensor once, by name."""
+
+    def next_logits(self, token_ids: Tensor, cache: "DynamicCache") -> Tensor:  # [1, n] -> [C]
+        """`read` for a single row."""
+        return self.read(token_ids, cache)[0]
+
+    @property
+    def splits(self) -> bool:
+        """Whether logits are `states` times `head_weight` and nothing else."""
+        return False
+
+    def states(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        keep: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:  # [B, T, H]; with keep [N, H]
+        """What the head is applied to; only where `splits`."""
+        raise NotImplementedError(f"{type(self).__name__} does not split")
+
+    def head_weight(self) -> Tensor:  # [C, H]
+        """Rows that answer; only where `splits`."""
+        raise NotImplementedError(f"{type(self).__name__} does not split")
+
+    @abstractmethod
+    def checkpoint_layers(self, enabled: bool) -> None:
+        """Whether training keeps each layer's input only, and computes the layer again backwards.
+
+        Gradients stay the same; reading into a cache is not touched.
+        """
 
 
 class CutNetwork(DraftNetwork):
@@ -108,19 +147,53 @@ class CutNetwork(DraftNetwork):
     def embedding_weight(self) -> Tensor:  # [V, hidden size]
         return self._frozen[0].weight.detach()
 
+    @property
+    def splits(self) -> bool:
+        return True
+
+    def states(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        keep: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        with computed_twice(self.trunk):
+            states = self.trunk(
+                inputs_embeds=self._embed(token_ids),
+                attention_mask=fit_mask(attention_mask, self.trunk.config, self.dtype),
+                position_ids=position_ids,
+                use_cache=False,
+            ).last_hidden_state
+        return states if keep is None else states[keep]
+
     def forward(
-        self, token_ids: Tensor, attention_mask: Tensor | None = None, keep: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        keep: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        return self._project(self.states(token_ids, attention_mask, keep, position_ids))
+
+    def read(
+        self,
+        token_ids: Tensor,
+        cache: "DynamicCache",
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         states = self.trunk(
-            inputs_embeds=self._embed(token_ids), attention_mask=attention_mask, use_cache=False
+            inputs_embeds=self._embed(token_ids),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
         ).last_hidden_state
-        return self._project(states if keep is None else states[keep])
+        return self._project(states[:, -1])
 
-    def next_logits(self, token_ids: Tensor, cache: "DynamicCache") -> Tensor:
-        states = self.trunk(
-            inputs_embeds=self._embed(token_ids), past_key_values=cache, use_cache=True
-        ).last_hidden_state
-        return self._project(states[0, -1])
+    def checkpoint_layers(self, enabled: bool) -> None:
+        set_checkpointing(self.trunk, enabled)
 
     def own_tensors(self) -> dict[str, Tensor]:
         frozen = ("embedding.", "full_head.")
@@ -143,19 +216,70 @@ class WholeNetwork(DraftNetwork):
         self.model_config = model.config
         self.draft_ids = None
 
-    def forward(
-        self, token_ids: Tensor, attention_mask: Tensor | None = None, keep: Tensor | None = None
+    @property
+    def splits(self) -> bool:
+        return plain_head(self.model)
+
+    def states(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        keep: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
-        logits = self.model(
-            input_ids=token_ids, attention_mask=attention_mask, use_cache=False
-        ).logits
+        states = self._run(
+            inner_model(self.model), token_ids, attention_mask, position_ids
+        ).last_hidden_state
+        return states if keep is None else states[keep]
+
+    def head_weight(self) -> Tensor:  # [C, hidden size]
+        return self.model.get_output_embeddings().weight
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        keep: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        logits = self._run(self.model, token_ids, attention_mask, position_ids).logits
         return logits if keep is None else logits[keep]
 
-    def next_logits(self, token_ids: Tensor, cache: "DynamicCache") -> Tensor:
+    def read(
+        self,
+        token_ids: Tensor,
+        cache: "DynamicCache",
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         out = self.model(
-            input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+            input_ids=token_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
-        return out.logits[0, -1]
+        return out.logits[:, -1]
+
+    def checkpoint_layers(self, enabled: bool) -> None:
+        set_checkpointing(self.model, enabled)
+
+    def _run(
+        self,
+        model: nn.Module,
+        token_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Any:
+        dtype = next(self.model.parameters()).dtype
+        with computed_twice(model):
+            return model(
+                input_ids=token_ids,
+                attention_mask=fit_mask(attention_mask, self.model.config, dtype),
+                position_ids=position_ids,
+                use_cache=False,
+            )
 
     def own_tensors(self) -> dict[str, Tensor]:
         return _each_once(self)
@@ -168,6 +292,66 @@ def is_llama_family(model: nn.Module) -> bool:
     plain = all(getattr(model.config, name, None) in (None, 1, 1.0) for name in LOGIT_CHANGES)
     plain_head = isinstance(head, nn.Linear) and head.bias is None
     return plain and plain_head and all(hasattr(inner, part) for part in parts)
+
+
+def plain_head(model: Any) -> bool:
+    """Whether this causal LM's logits are its inner model's states times a bias-free matrix."""
+    head = model.get_output_embeddings()
+    scaled = any(getattr(model.config, name, None) not in (None, 1, 1.0) for name in LOGIT_CHANGES)
+    plain = isinstance(head, nn.Linear) and head.bias is None and not scaled
+    return plain and inner_model(model) is not model
+
+
+def inner_model(model: Any) -> nn.Module:
+    """The part below the head, adapters included; the model itself where it cannot be told."""
+    return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
+
+
+def fit_mask(mask: Tensor | None, config: Any, dtype: torch.dtype) -> Tensor | None:
+    """A mask as this model's attention takes it; one per row of tokens passes as it is.
+
+    Bool [B, 1, T, T] stays bool for sdpa and becomes a summand for eager attention.
+    """
+    if mask is None or mask.ndim == 2:
+        return mask
+    window = getattr(config, "sliding_window", None)
+    if window is not None and int(mask.sum(-1).max()) > window:
+        raise ValueError(
+            f"packed answers of more than sliding_window={window} tokens would see beyond their "
+            "window; lower max_tokens, or do not pack"
+        )
+    kind = config._attn_implementation
+    if kind == "sdpa":
+        return mask
+    if kind != "eager":
+        raise ValueError(f"attention {kind} cannot take packed answers; load the model with sdpa")
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def set_checkpointing(model: Any, enabled: bool) -> None:
+    """Turn transformers' gradient checkpointing on or off, safe for frozen inputs and FSDP."""
+    if enabled:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+
+
+@contextmanager
+def computed_twice(model: nn.Module) -> Iterator[None]:
+    """Let checkpointed layers checkpoint while gradients are recorded, though in evaluation mode.
+
+    transformers checkpoints in training mode only, where it also drops caches and turns dropout on;
+    so just the layers' own flags change, not those of the modules in them, and just for this pass.
+    """
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    before = [layer.training for layer in layers]
+    try:
+        for layer in layers:
+            layer.training = torch.is_grad_enabled()
+        yield
+    finally:
+        for layer, training in zip(layers, before, strict=True):
+            layer.training = training
 
 
 def cut_trunk(donor: nn.Module, layers: list[int], dtype: torch.dtype, copied: bool) -> nn.Module:

@@ -4,35 +4,43 @@ The loop around it (optimiser, accumulation, checkpoints) belongs to the pipelin
 sum and a count, so that gradients can be normalised per token over any number of batches.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from decode.types import Drafter, Sampling
-from drafters.losses import DIVERGENCES, LOSSES, Teacher, cross_entropy
+from decode.types import Drafter
+from drafters.batches import AnswerLike, Batch, collate, to_device
+from drafters.chunked import LossesOf, chunked_loss, each_chunk
+from drafters.losses import (
+    DIVERGENCES,
+    LOSSES,
+    AnyTeacher,
+    Laws,
+    Objective,
+    Teacher,
+    acceptance_chances,
+    cross_entropy,
+)
+from drafters.networks import DraftNetwork, fit_mask, inner_model, plain_head
 from drafters.vocabulary import columns_of
+from drafters.weights import position_weights, with_mean_one
 
-
-class AnswerLike(Protocol):
-    """P prompt tokens and the target's A answer tokens, as the answers artifact keeps them."""
-
-    @property
-    def token_ids(self) -> Tensor: ...  # [P + A] int64
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def sampling(self) -> Sampling: ...
-    @property
-    def logprobs(self) -> Tensor: ...  # [A] of each answer token under its law
-    @property
-    def lse(self) -> Tensor: ...  # [A] of the raw logits
-    @property
-    def topk_ids(self) -> Tensor: ...  # [A, k]
-    @property
-    def topk_logits(self) -> Tensor: ...  # [A, k] raw
+__all__ = [
+    "AnswerLike",
+    "Batch",
+    "LossModule",
+    "LossSum",
+    "Trainable",
+    "collate",
+    "expected_passes",
+    "teacher_of",
+    "to_device",
+    "training_loss",
+    "validation_acceptance",
+]
 
 
 class Trainable(Protocol):
@@ -50,22 +58,6 @@ class Trainable(Protocol):
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Padded answers. N counts the answer tokens that are predicted, in row-major order."""
-
-    token_ids: Tensor  # [B, T] int64, padded at the end with 0
-    attention_mask: Tensor  # [B, T] int64, 1 at tokens
-    keep: Tensor  # [B, T] bool: position i predicts token i + 1, which belongs to the answer
-    next_ids: Tensor  # [N] int64
-    teacher: Teacher | None  # None: no stored law, cross-entropy only
-
-    @property
-    def num_tokens(self) -> int:
-        """Answer tokens predicted: what a loss is normalised by."""
-        return len(self.next_ids)
-
-
-@dataclass(frozen=True)
 class LossSum:
     """A loss summed over tokens, to be divided by a count that may span several batches."""
 
@@ -77,50 +69,97 @@ class LossSum:
         return self.total / max(1, self.num_tokens)
 
 
-def collate(
-    answers: Sequence[AnswerLike], vocab_size: int, max_tokens: int, with_teacher: bool = True
-) -> Batch:
-    """Pad answers, cut after `max_tokens` tokens, into a batch on the CPU."""
-    rows = [answer.token_ids[:max_tokens].long() for answer in answers]
-    lengths = torch.tensor([len(row) for row in rows])
-    firsts = torch.tensor([max(answer.num_prompt_tokens, 1) for answer in answers])
-    token_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    places = torch.arange(token_ids.shape[1])[None]
-    keep = (places >= firsts[:, None] - 1) & (places < lengths[:, None] - 1)
-    return Batch(
-        token_ids=token_ids,
-        attention_mask=(places < lengths[:, None]).long(),
-        keep=keep,
-        next_ids=token_ids.roll(-1, dims=1)[keep],
-        teacher=_stored_teacher(answers, keep, vocab_size) if with_teacher else None,
-    )
+class LossModule(nn.Module):
+    """A network and what it is trained for: every use of a parameter happens inside `forward`.
+
+    At most `chunk_tokens` rows of logits exist at once, the drafter's as the teacher's, where the
+    network splits into states and a head (some six float32 copies of [chunk_tokens, C] are the
+    peak); elsewhere all logits do.
+    """
+
+    def __init__(
+        self, network: DraftNetwork, objective: Objective, vocab_size: int, chunk_tokens: int
+    ) -> None:
+        super().__init__()
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1; try 1024")
+        self.network, self.objective = network, objective
+        self.vocab_size, self.chunk_tokens = vocab_size, chunk_tokens
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Scalar float32: num_tokens times the weighted mean of the loss over predicted tokens.
+
+        Divide by num_tokens, summed over whatever batches share an update. A token's weight is the
+        objective's (mean 1) times the batch's own, again brought to mean 1.
+        """
+        self._check(batch)
+        inputs = (batch.token_ids, batch.mask, batch.keep, batch.position_ids)
+        if not self.network.splits:
+            logits = self.network(*inputs)
+            weights = self._weights(batch, lambda values_of: values_of(logits.detach(), 0))
+            return (self._losses_of(batch)(logits, 0) * weights).sum()
+        states, head = self.network.states(*inputs), self.network.head_weight()
+        size = self.chunk_tokens
+        weights = self._weights(batch, lambda of: each_chunk(states, head, of, size))
+        return chunked_loss(states, head, self._losses_of(batch), weights, size)
+
+    def _check(self, batch: Batch) -> None:
+        if self.objective.needs_teacher and batch.teacher is None:
+            raise ValueError(
+                f"mix={self.objective.mix} with position_weights={self.objective.position_weights} "
+                "needs the target's law at each token; run stage=regenerate, or put the target in "
+                "the loop"
+            )
+        if batch.draft_logprobs is not None and "cross_entropy" in self.objective.mix:
+            raise ValueError(
+                "cross_entropy would teach the drafter its own text; leave it out of mix="
+                f"{self.objective.mix} where the drafter writes"
+            )
+
+    def _columns(self, batch: Batch) -> Tensor:
+        return columns_of(self.network.draft_ids, self.vocab_size, batch.token_ids.device)
+
+    def _losses_of(self, batch: Batch) -> LossesOf:
+        columns, teacher = self._columns(batch), batch.teacher
+
+        def losses_of(logits: Tensor, low: int) -> Tensor:
+            high = low + len(logits)
+            laws = teacher.rows(low, high) if teacher is not None and self._needs_laws else None
+            return self.objective.per_token(logits, batch.next_ids[low:high], laws, columns)
+
+        return losses_of
+
+    @property
+    def _needs_laws(self) -> bool:
+        return any(name in DIVERGENCES for name in self.objective.mix)
+
+    def _weights(self, batch: Batch, each: Callable[[LossesOf], Tensor]) -> Tensor:
+        """[N] with mean 1; `each` computes a value of every token from its logits."""
+        chances, columns, teacher = None, self._columns(batch), batch.teacher
+        if self.objective.weighs_chances and teacher is not None:
+
+            def chances_of(logits: Tensor, low: int) -> Tensor:
+                return acceptance_chances(logits, teacher.rows(low, low + len(logits)), columns)
+
+            chances = each(chances_of)
+        weights = position_weights(self.objective, batch.owners, chances)
+        return weights if batch.weights is None else with_mean_one(weights * batch.weights)
 
 
-def _stored_teacher(answers: Sequence[AnswerLike], keep: Tensor, vocab_size: int) -> Teacher:
-    """The recorded laws of exactly the kept tokens."""
-    ids, logits, lse = [], [], []
-    for answer, kept in zip(answers, keep.sum(1).tolist(), strict=True):
-        low = max(
-            1 - answer.num_prompt_tokens, 0
-        )  # an empty prompt leaves the first token unpredicted
-        ids.append(answer.topk_ids[low : low + kept].long())
-        logits.append(answer.topk_logits[low : low + kept].float())
-        lse.append(answer.lse[low : low + kept].float())
-    return Teacher(torch.cat(logits), torch.cat(lse), torch.cat(ids), vocab_size)
+@torch.no_grad()
+def teacher_of(model: Any, batch: Batch) -> AnyTeacher:
+    """What a causal LM thinks of every predicted token of the batch.
 
-
-def to_device(batch: Batch, device: torch.device | str) -> Batch:
-    """The batch on another device."""
-    teacher = batch.teacher
-    if teacher is not None:
-        ids = None if teacher.ids is None else teacher.ids.to(device)
-        teacher = Teacher(
-            teacher.logits.to(device), teacher.lse.to(device), ids, teacher.vocab_size
-        )
-    ids, mask, keep, next_ids = (
-        t.to(device) for t in (batch.token_ids, batch.attention_mask, batch.keep, batch.next_ids)
-    )
-    return Batch(ids, mask, keep, next_ids, teacher)
+    Lazy, so that no vocabulary-wide row exists yet, where the model's logits are its hidden states
+    times a plain head; else all logits of the predicted tokens.
+    """
+    mask = fit_mask(batch.mask, model.config, next(model.parameters()).dtype)
+    inputs = {"attention_mask": mask, "position_ids": batch.position_ids, "use_cache": False}
+    if plain_head(model):
+        out = inner_model(model)(input_ids=batch.token_ids, **inputs)
+        weight = model.get_output_embeddings().weight
+        return Teacher.lazy(out.last_hidden_state[batch.keep], weight, len(weight))
+    return Teacher.full(model(input_ids=batch.token_ids, **inputs).logits[batch.keep])
 
 
 def training_loss(network: Trainable, batch: Batch, loss: str, vocab_size: int) -> LossSum:
@@ -139,7 +178,8 @@ def training_loss(network: Trainable, batch: Batch, loss: str, vocab_size: int) 
         raise ValueError(
             f"loss={loss} needs the target's recorded logits; run stage=regenerate first"
         )
-    return LossSum(DIVERGENCES[loss](logits, batch.teacher, columns).sum(), batch.num_tokens)
+    teacher = batch.teacher.rows(0, batch.num_tokens)
+    return LossSum(DIVERGENCES[loss](Laws(logits, teacher, columns)).sum(), batch.num_tokens)
 
 
 def validation_acceptance(
