@@ -26,7 +26,7 @@ from drafters.lora_files import (
     save_lora,
     write_adapter,
 )
-from drafters.lora_network import LoraNetwork
+from drafters.lora_network import HEAD, LoraNetwork, on_top_of
 from drafters.network_drafter import NetworkDrafter
 
 ALL_LINEAR = "all-linear"
@@ -40,6 +40,7 @@ class LoraConfig(DrafterConfig):
     rank: int
     alpha: float  # an adapter's product counts alpha / rank times
     target_modules: list[str]  # names of linear layers, as q_proj; [all-linear]: every one
+    train_head: bool  # an adapter on the output head too
     merged: bool  # decode with merged copies of the adapted layers; else on the base's own tensors
     init_seed: int  # of A; B starts at zero
 
@@ -61,7 +62,8 @@ class LoraConfig(DrafterConfig):
     def build(self, context: BuildContext) -> "LoraDrafter":
         """The drafter; with `context.weights` what LoraDrafter.save wrote, else the base's law."""
         base = self._base(context.parts)
-        network = LoraNetwork(base.trainable)
+        head_rank = self.rank if self.train_head else 0
+        network = on_top_of(base.trainable, head_rank, self.alpha / self.rank)
         _inject(self, network)
         network.start(self.init_seed)
         drafter = LoraDrafter(self, network, base)
@@ -129,7 +131,10 @@ class LoraDrafter(NetworkDrafter):
 
     def export_adapter(self, folder: Path, base: str) -> None:
         """Write a PEFT adapter for the base's export_pretrained(), which `base` is the name of."""
-        write_adapter(self.adapted, _peft_config(self.config, self.adapted, base), folder)
+        names = target_names(self.config.target_modules, self.adapted.layer_paths)
+        names += [HEAD] if self.config.train_head else []
+        settings = _peft_config(self.config, names, self.adapted.transposed, base)
+        write_adapter(self.adapted, settings, self.vocab_size, folder)
 
     def _own(self) -> Iterable[Tensor]:
         shared = {tensor.data_ptr() for tensor in _tensors(self.base.trainable)}
@@ -169,21 +174,25 @@ def _inject(config: LoraConfig, network: LoraNetwork) -> None:
     """Put PEFT's layers, still without weights, in place of those that are adapted."""
     from peft import inject_adapter_in_model
 
+    names = target_names(config.target_modules, network.layer_paths)
+    settings = _peft_config(config, names, network.transposed)
     # Weights on "meta" are drawn from no generator; LoraNetwork.start makes them.
-    settings = _peft_config(config, network, None)
     inject_adapter_in_model(settings, network.root, low_cpu_mem_usage=True)
 
 
-def _peft_config(config: LoraConfig, network: LoraNetwork, base: str | None) -> Any:
+def _peft_config(
+    config: LoraConfig, names: list[str], transposed: bool, base: str | None = None
+) -> Any:
+    """PEFT's settings for these layers; `base` only names a model in files."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
         r=config.rank,
         lora_alpha=int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,  # type: ignore[arg-type]
-        target_modules=target_names(config.target_modules, network.layer_paths),
+        target_modules=names,
         lora_dropout=0.0,  # training runs in evaluation mode, so it would never act
         bias="none",
-        fan_in_fan_out=network.transposed,
+        fan_in_fan_out=transposed,
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
         inference_mode=base is not None,

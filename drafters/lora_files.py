@@ -25,13 +25,19 @@ from drafters.checkpoint import (
     write_tensors,
 )
 from drafters.lm_files import OWN
+from drafters.lora_network import HEAD, LoraNetwork
 
 if TYPE_CHECKING:
     from drafters.lora import LoraDrafter
-    from drafters.lora_network import LoraNetwork
 
+IN_MODEL = "base_model.model."  # PEFT's path of the model that it wraps
 ROUNDED = (torch.bfloat16, torch.float16)
-FIXED = ("rank", "alpha", "target_modules")  # settings that shape or scale the tensors
+FIXED = (
+    "rank",
+    "alpha",
+    "target_modules",
+    "train_head",
+)  # settings that shape or scale the tensors
 PEFT_SETTINGS, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -92,16 +98,29 @@ def base_folder(folder: Path, base: str) -> Path:
     )
 
 
-def write_adapter(network: "LoraNetwork", settings: Any, folder: Path) -> None:
+def write_adapter(network: LoraNetwork, settings: Any, vocab_size: int, folder: Path) -> None:
     """PEFT's settings, and the tensors as PEFT names them in a whole model."""
     settings.save_pretrained(str(folder))
     path = folder / PEFT_SETTINGS
     content = json.loads(path.read_text(encoding="utf-8"))
     content["target_modules"].sort()  # PEFT keeps a set, whose order differs between processes
     path.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
-    prefix = f"base_model.model.{network.path_in_model}"
-    tensors = {prefix + name: tensor for name, tensor in network.own_tensors().items()}
+    tensors = {}
+    for name, tensor in network.own_tensors().items():
+        if not name.startswith(HEAD):
+            tensors[f"{IN_MODEL}{network.path_in_model}{name}"] = tensor
+            continue
+        if name.endswith("lora_B.weight") and network.draft_ids is not None:
+            tensor = _spread(tensor.detach(), network.draft_ids, vocab_size)
+        tensors[f"{IN_MODEL}{name}"] = tensor
     write_tensors(folder / PEFT_WEIGHTS, tensors)
+
+
+def _spread(rows: Tensor, draft_ids: Tensor, vocab_size: int) -> Tensor:
+    """The rows at the draft ids of a whole head; zero, hence the base's law, elsewhere."""
+    whole = rows.new_zeros(vocab_size, rows.shape[1])
+    whole[draft_ids] = rows
+    return whole
 
 
 def _facts(drafter: "LoraDrafter") -> dict[str, object]:
