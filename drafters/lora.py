@@ -203,14 +203,12 @@ def target_names(wanted: Iterable[str], layers: Iterable[str]) -> list[str]:
     """The last parts of paths, as PEFT takes them; ValueError for a name that matches nothing."""
     known = {path.rpartition(".")[2] for path in layers}
     names = set(wanted)
-    if ALL_LINEAR in names:
-        return sorted(known)
-    if missing := sorted(names - known):
+    if missing := sorted(names - known - {ALL_LINEAR}):
         raise ValueError(
             f"target_modules names {', '.join(missing)}, but the base has no such linear layer; "
             f"it has {', '.join(sorted(known))} ([{ALL_LINEAR}] takes every one)"
         )
-    return sorted(names)
+    return sorted(known if ALL_LINEAR in names else names)
 
 
 def _tensors(network: nn.Module) -> list[Tensor]:
