@@ -8,6 +8,7 @@ decoder.json, which `load_decoder` reads (paths are relative to the folder):
      "drafters": {name: {"kind": dotted config class, "config": {its fields},
                          "folder": "drafters/<name>/own" | null,         for kind.build(weights=...)
                          "pretrained": "drafters/<name>" | null,         a whole Hugging Face model
+                         "adapter": "drafters/<name>/adapter" | null,    for PEFT, on its base's
                          "trained": bool}},                              in the order of the pool
      "policy": {"_target_": dotted config class, its fields},
      "router": "router" | null, "encoder": "encoder" | null,             null: found by its name
@@ -32,7 +33,7 @@ from pipeline.config import Pool
 from pipeline.exported import DECODER, SCHEMA_VERSION, describe_target, open_router, read_export
 from pipeline.files import write_json
 from pipeline.models import TargetConfig, resolve_encoder
-from pipeline.roundtrip import check_drafter, check_pretrained, check_routers
+from pipeline.roundtrip import check_adapter, check_drafter, check_pretrained, check_routers
 from pipeline.stage import Need, Stage, Workspace
 from pipeline.train_router import read_examples
 from router.checkpoint import CONFIG, WEIGHTS, load_router
@@ -71,7 +72,8 @@ class Export(Stage):
         differences: dict[str, float] = {}
         for name, entry in content["drafters"].items():
             if entry["trained"]:
-                differences |= self._export_drafter(name, entry, drafters[name], target, workspace)
+                differences |= self._export_drafter(name, entry, drafters, target, workspace)
+        differences |= export_adapters(content["drafters"], drafters, target, workspace.out)
         self._export_router(workspace)
         shutil.copyfile(workspace.inputs["costs"] / "costs.json", workspace.out / "costs.json")
         self._write_cards(content, pool, workspace)
@@ -91,6 +93,7 @@ class Export(Stage):
                 "config": asdict(entry.drafter),
                 "folder": f"drafters/{name}/own" if trained else None,
                 "pretrained": f"drafters/{name}" if trained and self.pretrained else None,
+                "adapter": None,
                 "trained": trained,
             }
         policy = workspace.groups["policy"]
@@ -108,15 +111,17 @@ class Export(Stage):
         self,
         name: str,
         entry: dict[str, Any],
-        drafter: Any,
+        drafters: Mapping[str, Any],
         target: TransformersTarget,
         workspace: Workspace,
     ) -> dict[str, float]:
         """Write one trained drafter in both layouts; how far each is from the original."""
+        drafter = drafters[name]
         own = workspace.out / entry["folder"]
         drafter.save(own)
         config = workspace.groups["pool"].entries[name].drafter
-        again = config.build(BuildContext(target_parts(target), weights=own))
+        parts = {part: drafters[part] for part in config.part_names}
+        again = config.build(BuildContext(target_parts(target), own, parts))
         differences = {f"{name}_own": check_drafter(name, drafter, again, target)}
         if entry["pretrained"] is None:
             return differences
@@ -164,6 +169,32 @@ class Export(Stage):
         _write(out / "router" / "README.md", text)
         whole = cards.acceptance_table(rows, "test", num_prompts)
         _write(out / "README.md", cards.export_card(content, license_name, whole))
+
+
+def export_adapters(
+    described: Mapping[str, dict[str, Any]],
+    drafters: Mapping[str, Any],
+    target: TransformersTarget,
+    out: Path,
+) -> dict[str, float]:
+    """Write adapters that PEFT puts on their bases, which stand in the export by now as whole
+    models; how far each pair is from the original.
+    """
+    differences = {}
+    for name, entry in described.items():
+        if entry["pretrained"] is None or not hasattr(drafters[name], "export_adapter"):
+            continue
+        base = entry["config"]["base"]
+        if described[base]["pretrained"] is None:
+            log.warning("%s is exported merged only: its base %s is not exported", name, base)
+            continue
+        entry["adapter"] = f"{entry['pretrained']}/adapter"
+        folder = out / entry["adapter"]
+        drafters[name].export_adapter(folder, base=f"../../{base}")
+        differences[f"{name}_adapter"] = check_adapter(
+            name, drafters[name], folder, out / described[base]["pretrained"], target
+        )
+    return differences
 
 
 def copy_encoder(source: Path, folder: Path) -> None:

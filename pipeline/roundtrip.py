@@ -8,6 +8,7 @@ from torch import Tensor
 
 from decode.targets.transformers import TransformersTarget
 from decode.types import Router, Sampling
+from drafters.lora import with_adapter
 
 PROBE_TEXTS = ("Write a function that adds two numbers.", "", "How was your day? " * 40)
 PROBE_TOKENS = 24
@@ -26,9 +27,17 @@ def check_pretrained(name: str, ours: Any, folder: Path, target: TransformersTar
     """The same for a whole model, as any program loads it, where the drafter has a law."""
     probe = probe_ids(target)
     logits = drafter_logits(ours, probe)
-    theirs = pretrained_logits(folder, probe).to(logits)
-    known = torch.isfinite(logits)  # nothing outside of a draft vocabulary
-    theirs = torch.where(known, theirs[..., : logits.shape[-1]], logits)
+    theirs = logits_where_known(load_pretrained(folder), probe, logits)
+    return compare_logits(name, logits, theirs, ours)
+
+
+def check_adapter(
+    name: str, ours: Any, folder: Path, base: Path, target: TransformersTarget
+) -> float:
+    """The same for an adapter on its base's whole model, as PEFT puts them together."""
+    probe = probe_ids(target)
+    logits = drafter_logits(ours, probe)
+    theirs = logits_where_known(with_adapter(load_pretrained(base), folder), probe, logits)
     return compare_logits(name, logits, theirs, ours)
 
 
@@ -62,8 +71,14 @@ def drafter_logits(drafter: Any, probe: Tensor) -> Tensor:  # [1, T, V] float32
 
 
 @torch.inference_mode()
-def pretrained_logits(folder: Path, probe: Tensor) -> Tensor:
-    """Logits of a folder as any program would load it; no tensor may be missing or left over."""
+def logits_where_known(model: Any, probe: Tensor, ours: Tensor) -> Tensor:
+    """A whole model's logits where ours are finite: a draft vocabulary has no law elsewhere."""
+    theirs = model(probe.cpu()).logits.to(ours)
+    return torch.where(torch.isfinite(ours), theirs[..., : ours.shape[-1]], ours)
+
+
+def load_pretrained(folder: Path) -> Any:
+    """A folder's model as any program would load it; no tensor may be missing or left over."""
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -76,7 +91,7 @@ def pretrained_logits(folder: Path, probe: Tensor) -> Tensor:
                 f"{folder} was exported with {problem.replace('_', ' ')} ({min(map(str, names))}); "
                 "set stages.export.pretrained=false, and report it"
             )
-    return model.eval()(probe.cpu()).logits
+    return model.eval()
 
 
 def compare_tensors(name: str, ours: Any, theirs: Any) -> None:

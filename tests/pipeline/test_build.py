@@ -5,6 +5,7 @@ weights, a loop of parts.
 Tolerances: none.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from decode.types import Drafter
 from drafters.base import BuildContext, target_parts
 from drafters.composite import CompositeConfig
 from drafters.lm import LmConfig
+from drafters.lora import LoraConfig
 from drafters.ngram import NgramConfig
 from pipeline.build import (
     build_drafters,
@@ -29,6 +31,7 @@ from pipeline.build import (
 )
 from pipeline.config import Pool, PoolEntry
 from pipeline.distill import Distill
+from pipeline.stage import describe
 
 CUT = LmConfig(source=None, layers=[0, -1], num_draft_vocab=0, train_head=False, dtype="float32")
 
@@ -105,6 +108,37 @@ def test_a_stage_asks_for_answers_and_parent() -> None:
         "answers": "regenerate",
         "parent": "distill",
     }
+
+
+LORA = LoraConfig(
+    base="generic",
+    rank=2,
+    alpha=4.0,
+    target_modules=["q_proj"],
+    train_head=False,
+    merged=False,
+    init_seed=0,
+)
+
+
+def test_training_is_given_the_parts_and_named_after_them() -> None:
+    """Trained or not: a base that is only a name in the pool changes the identity too."""
+    parts = pool(special=entry(LORA, "distill"))
+    needs = parent_need(parts, parts.entries["special"])
+    assert {key: need.groups["entry"].name for key, need in needs.items()} == {
+        "drafter:generic": "generic"
+    }
+    named = select_entry(parts, "special", "distill")
+    assert named == drafter_needs(parts)["drafter:special"].groups["entry"]
+    assert list(named.parts) == ["generic"]
+    again = pool(special=entry(LORA, "distill", init_from="other"), other=entry(LORA, "distill"))
+    assert set(parent_need(again, again.entries["special"])) == {"parent", "drafter:generic"}
+    bare = pool(special=entry(LORA, "distill"), generic=entry(CUT))
+    assert parent_need(bare, bare.entries["special"]) == {}
+    deeper = entry(dataclasses.replace(CUT, layers=[0, 1]))
+    other = pool(special=entry(LORA, "distill"), generic=deeper)
+    described = [describe(select_entry(p, "special", "distill")) for p in (bare, other)]
+    assert described[0] != described[1]
 
 
 def test_the_entry_to_train() -> None:

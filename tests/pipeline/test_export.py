@@ -7,7 +7,6 @@ Reloaded tensors and priors are equal; logits agree to rounding of float32 (roun
 """
 
 import dataclasses
-import importlib
 import json
 import shutil
 import subprocess
@@ -30,6 +29,7 @@ from decode.types import Sampling
 from drafters.base import BuildContext, target_parts
 from drafters.composite import CompositeConfig
 from drafters.lm import LmConfig
+from drafters.lora import LoraConfig
 from drafters.ngram import NgramConfig
 from pipeline import export, roundtrip, train_router
 from pipeline.acceptance import AcceptanceWriter
@@ -37,6 +37,7 @@ from pipeline.build import build_drafters, load_target
 from pipeline.config import Pool, PoolEntry
 from pipeline.export import Export
 from pipeline.exported import DECODER, find_target, open_router, read_export
+from pipeline.load import load_drafters
 from pipeline.manifest import finish
 from pipeline.models import EncoderConfig
 from pipeline.train_router import TrainRouter
@@ -46,6 +47,17 @@ CUT = LmConfig(source=None, layers=[0, -1], num_draft_vocab=0, train_head=False,
 SMALL = dataclasses.replace(CUT, layers=[1], num_draft_vocab=31, train_head=True)
 
 
+LORA = LoraConfig(
+    base="small",
+    rank=2,
+    alpha=4.0,
+    target_modules=["all-linear"],
+    train_head=True,
+    merged=False,
+    init_seed=0,
+)
+
+
 def entry(drafter: Any, trained_by: str | None = None) -> PoolEntry:
     return PoolEntry(drafter=drafter, trained_by=trained_by, domains=[], init_from=None)
 
@@ -53,6 +65,8 @@ def entry(drafter: Any, trained_by: str | None = None) -> PoolEntry:
 POOL = Pool(
     entries={
         "ngram": entry(NgramConfig(min_ngram=1, max_ngram=3, max_offer=5)),
+        "special": entry(LORA, "distill"),  # before its base
+        "merged": entry(dataclasses.replace(LORA, merged=True), "distill"),
         "cut": entry(CUT, "distill"),
         "small": entry(SMALL, "finetune"),
         "both": entry(CompositeConfig(lookup="ngram", model="small", min_match=1)),
@@ -74,16 +88,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("world")
     config = tiny_config(tiny_target_folder(root / "target"))
     parts = target_parts(load_target(config, RUNTIME))
-    inputs = {}
-    for name in ("cut", "small"):
-        drafter: Any = POOL.entries[name].drafter.build(BuildContext(parts))
+    inputs, built = {}, {}
+    for name in ("cut", "small", "special", "merged"):
+        drafter: Any = POOL.entries[name].drafter.build(BuildContext(parts, parts=built))
+        built[name] = drafter
         if name == "small":
             drafter.set_draft_vocab(torch.arange(31) * 3)
+        generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in drafter.trainable.parameters():
-                parameter.add_(
-                    0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-                )
+                if parameter.requires_grad:
+                    parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
         drafter.save(root / name)
         inputs[f"drafter:{name}"] = finished(root / name, "distill")
     folder = tiny_encoder_folder(root / "encoder")
@@ -107,9 +122,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def write_acceptance(folder: Path) -> Path:
-    """The two drafters of the made-up world stand for the four of the pool."""
+    """The two drafters of the made-up world stand for the six of the pool."""
     folder.mkdir()
-    stands_for = {"lookup": ("ngram", "both"), "small": ("cut", "small")}
+    stands_for = {"lookup": ("ngram", "both"), "small": ("special", "merged", "cut", "small")}
     with AcceptanceWriter(folder) as writer:
         for row in make_rows(0, informative=True):
             writer.write([{**vars(row), "drafter": name} for name in stands_for[row.drafter]])
@@ -140,28 +155,24 @@ def copy(exported: Any, tmp_path: Path) -> Path:
     return Path(shutil.copytree(exported[0], tmp_path / "copy"))
 
 
-def rebuild(folder: Path, target: Any) -> dict[str, Any]:
+def rebuild(folder: Path, target: Any) -> Any:
     """Drafters from decoder.json alone, as load_decoder makes them."""
-    built: dict[str, Any] = {}
-    for name, facts in read_export(folder)["drafters"].items():
-        module, _, cls = facts["kind"].rpartition(".")
-        config = getattr(importlib.import_module(module), cls)(**facts["config"])
-        weights = None if facts["folder"] is None else folder / facts["folder"]
-        built[name] = config.build(BuildContext(target_parts(target), weights, built))
-    return built
+    return load_drafters(folder, read_export(folder)["drafters"], target)
 
 
 def test_the_copy_drafts_as_the_original_after_a_move(world: dict[str, Any], copy: Path) -> None:
     target = load_target(world["groups"]["target"], RUNTIME)
     originals = build_drafters(POOL, target, world["inputs"])
     again = rebuild(copy, target)
-    assert list(again) == ["ngram", "cut", "small", "both"]
+    assert list(again) == ["ngram", "special", "merged", "cut", "small", "both"]
+    assert again["special"].base is again["merged"].base is again["small"]
     ids = list(range(5, 40)) + list(range(5, 20))
     logprobs = torch.full((20,), -1.0)
     for name, drafter in originals.items():
         context = (ids, 30, logprobs, Sampling(temperature=0.8), 4)
         a, b = drafter.score(*context), again[name].score(*context)
         assert torch.allclose(a, b, atol=1e-6, equal_nan=True), name
+        assert type(drafter) is type(again[name])
         assert a.isfinite().any(), name
 
 
@@ -171,7 +182,7 @@ def test_the_whole_models_have_the_drafters_law(world: dict[str, Any], exported:
     target = load_target(world["groups"]["target"], RUNTIME)
     originals: Any = build_drafters(POOL, target, world["inputs"])
     ids = torch.tensor([[5, 9, 60, 33, 7]])
-    for name, layers, num_ids in (("cut", 2, 97), ("small", 1, 31)):
+    for name, layers, num_ids in (("cut", 2, 97), ("small", 1, 31), ("special", 1, 31)):
         folder = exported[0] / "drafters" / name
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.config.num_hidden_layers == layers
@@ -183,6 +194,57 @@ def test_the_whole_models_have_the_drafters_law(world: dict[str, Any], exported:
             assert torch.allclose(model(ids).logits[known], ours[known], atol=1e-4)
         assert exported[1][f"{name}_own"] <= 1e-4
         assert exported[1][f"{name}_pretrained"] <= 1e-4
+
+
+def test_adapters_fit_their_exported_base(world: dict[str, Any], exported: Any) -> None:
+    """As PEFT puts them together, with no part of this project."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    target = load_target(world["groups"]["target"], RUNTIME)
+    originals: Any = build_drafters(POOL, target, world["inputs"])
+    described = read_export(exported[0])["drafters"]
+    assert {name for name, facts in described.items() if facts["adapter"]} == {"special", "merged"}
+    ids = torch.tensor([[5, 9, 60, 33, 7]])
+    laws = {
+        name: roundtrip.drafter_logits(originals[name], ids)
+        for name in originals
+        if name in ("special", "small")
+    }
+    known = torch.isfinite(laws["special"])
+    for name in ("special", "merged"):
+        base = AutoModelForCausalLM.from_pretrained(exported[0] / "drafters" / "small")
+        model = PeftModel.from_pretrained(base, exported[0] / described[name]["adapter"])
+        with torch.no_grad():
+            found = model(ids).logits[known]
+        assert torch.allclose(found, laws["special"][known], atol=1e-4)
+        assert not torch.allclose(found, laws["small"][known], atol=1e-2)
+        assert exported[1][f"{name}_adapter"] <= 1e-4
+
+
+def test_an_adapter_that_differs_is_noticed(world: dict[str, Any], copy: Path) -> None:
+    target = load_target(world["groups"]["target"], RUNTIME)
+    drafter = build_drafters(POOL, target, world["inputs"], ["special"])["special"]
+    folder, base = copy / "drafters" / "special" / "adapter", copy / "drafters" / "small"
+    assert roundtrip.check_adapter("special", drafter, folder, base, target) <= 1e-4
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 5}))
+    with pytest.raises(ValueError, match="logits of drafter special came back"):
+        roundtrip.check_adapter("special", drafter, folder, base, target)
+
+
+def test_an_adapter_without_an_exported_base_is_exported_merged_only(
+    world: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = load_target(world["groups"]["target"], RUNTIME)
+    drafters = build_drafters(POOL, target, world["inputs"], ["special"])
+    described: dict[str, Any] = {
+        "special": {"pretrained": "drafters/special", "config": {"base": "small"}, "adapter": None},
+        "small": {"pretrained": None},
+    }
+    assert export.export_adapters(described, drafters, target, tmp_path) == {}
+    assert described["special"]["adapter"] is None
+    assert "its base small is not exported" in caplog.text
 
 
 def test_the_router_and_its_encoder_travel(world: dict[str, Any], copy: Path) -> None:
@@ -209,6 +271,7 @@ def test_without_a_copy_the_encoder_is_found_by_name(world: dict[str, Any], tmp_
     assert not (tmp_path / "encoder").exists()
     assert open_router(tmp_path, content) is not None
     assert {facts["pretrained"] for facts in content["drafters"].values()} == {None}
+    assert {facts["adapter"] for facts in content["drafters"].values()} == {None}
     assert not (tmp_path / "drafters" / "cut" / "model.safetensors").exists()
     assert (tmp_path / "drafters" / "cut" / "own" / "model.safetensors").exists()
 
@@ -329,7 +392,8 @@ def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
 def test_the_stage_asks_for_all_it_reads_and_its_yaml_lists_its_fields() -> None:
     stage = Export(license=None, pretrained=True, copy_encoder=True)
     needs = stage.needs({"pool": POOL})
-    assert set(needs) == {"router", "acceptance", "costs", "drafter:cut", "drafter:small"}
+    trained = {f"drafter:{name}" for name in ("cut", "small", "special", "merged")}
+    assert set(needs) == {"router", "acceptance", "costs"} | trained
     path = Path(export.__file__).parents[1] / "conf" / "stages" / "export.yaml"
     values = yaml.safe_load(path.read_text())
     assert values.pop("_target_") == "pipeline.export.Export"
