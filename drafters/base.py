@@ -29,6 +29,15 @@ class BuildContext:
     weights: Path | None = None  # folder of a trained drafter; None: as the config initialises it
     parts: Mapping[str, Drafter] = field(default_factory=dict)  # other members of the pool, by name
 
+    def part(self, name: str, user: str) -> Drafter:
+        """The member of that name; ValueError where what `user` says it needs is not there."""
+        if name not in self.parts:
+            raise ValueError(
+                f"the {user} needs the pool entry {name!r}, which is not among "
+                f"{sorted(self.parts)}; add it to the pool or name another"
+            )
+        return self.parts[name]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(ABC):

@@ -24,13 +24,7 @@ class CompositeConfig(DrafterConfig):
         return (self.lookup, self.model)
 
     def build(self, context: BuildContext) -> "CompositeDrafter":
-        for name in self.part_names:
-            if name not in context.parts:
-                raise ValueError(
-                    f"the composite needs the pool entry {name!r}, which is not among "
-                    f"{sorted(context.parts)}; add it to the pool or name another"
-                )
-        lookup = context.parts[self.lookup]
+        lookup, model = (context.part(name, "composite") for name in self.part_names)
         if not isinstance(lookup, NgramDrafter):
             raise ValueError(
                 f"lookup={self.lookup} is a {type(lookup).__name__}, not a lookup drafter; "
@@ -41,7 +35,7 @@ class CompositeConfig(DrafterConfig):
                 f"min_match={self.min_match} is longer than {self.lookup} looks for "
                 f"(max_ngram={lookup.config.max_ngram}); lower min_match"
             )
-        return CompositeDrafter(self, lookup, context.parts[self.model])
+        return CompositeDrafter(self, lookup, model)
 
 
 class CompositeSession:

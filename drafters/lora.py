@@ -4,7 +4,7 @@ LoRA (arXiv 2106.09685): a linear layer W answers with W x + (alpha / rank) B A 
 are trained. Any number of adapters share one base; `merged` trades that memory for speed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from decode.types import Drafter
 from drafters.base import BuildContext, DrafterConfig, target_parts
 from drafters.checkpoint import read_description
 from drafters.lm import LmDrafter
@@ -61,7 +60,7 @@ class LoraConfig(DrafterConfig):
 
     def build(self, context: BuildContext) -> "LoraDrafter":
         """The drafter; with `context.weights` what LoraDrafter.save wrote, else the base's law."""
-        base = self._base(context.parts)
+        base = self._base(context)
         head_rank = self.rank if self.train_head else 0
         network = on_top_of(base.trainable, head_rank, self.alpha / self.rank)
         _inject(self, network)
@@ -73,13 +72,8 @@ class LoraConfig(DrafterConfig):
                 drafter.merge()
         return drafter
 
-    def _base(self, parts: Mapping[str, Drafter]) -> LmDrafter:
-        if self.base not in parts:
-            raise ValueError(
-                f"the adapter needs the pool entry {self.base!r}, which is not among "
-                f"{sorted(parts)}; add it to the pool or name another"
-            )
-        base = parts[self.base]
+    def _base(self, context: BuildContext) -> LmDrafter:
+        base = context.part(self.base, "adapter")
         if not isinstance(base, LmDrafter):
             raise ValueError(
                 f"base={self.base} is a {type(base).__name__}, which has no layers to adapt; "

@@ -66,7 +66,7 @@ from pipeline import load_decoder
 
 decoder = load_decoder("the folder that holds {DECODER}")
 ```
-{_TRANSFORMERS if whole else ""}
+{_TRANSFORMERS if whole else ""}{_adapter(described)}
 Its own tensors, without those it shares with the target, are in `own/`.
 
 ## Training
@@ -87,6 +87,17 @@ Target digests: `{json.dumps(target["digest"])}`
 _TRANSFORMERS = """
 This folder is also a whole model for `transformers.AutoModelForCausalLM`, with the target's
 tokenizer. If `draft_vocab.safetensors` is there, only the ids it lists were trained.
+"""
+
+
+def _adapter(described: Mapping[str, Any]) -> str:
+    """What PEFT can do with the folder; empty where there is no adapter."""
+    if described.get("adapter") is None:
+        return ""
+    base = described["config"]["base"]
+    return f"""
+`adapter/` holds the same as a PEFT adapter of rank {described["config"]["rank"]}, to be put on the
+whole model of `{base}` in the same export: `PeftModel.from_pretrained(model_of_{base}, "adapter")`.
 """
 
 

@@ -300,6 +300,10 @@ def test_cards_hold_front_matter_figures_and_no_private_path(exported: Any, worl
         assert "outrider" in front["tags"]
         assert "base_model" not in front  # a local folder is no model of the Hub
         assert private not in text, name
+    assert "PEFT" not in (folder / "drafters/cut/README.md").read_text()
+    adapter = (folder / "drafters/special/README.md").read_text()
+    assert "PEFT adapter of rank 2" in adapter
+    assert "whole model of `small`" in " ".join(adapter.split())
     card = (folder / "drafters/cut/README.md").read_text()
     assert '"learning_rate": 0.5' in card
     assert "| cut | 0.000 | code |" in card
