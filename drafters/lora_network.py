@@ -73,10 +73,10 @@ class LoraCut(LoraNetwork, CutNetwork):
     def start(self, seed: int) -> None:
         super().start(seed)
         if self.head_rank:
-            rows = super().head_weight()  # [C, H]
-            a, b = (self.head_rank, rows.shape[1]), (rows.shape[0], self.head_rank)
+            num_columns, width = super().head_weight().shape
+            a, b = (self.head_rank, width), (num_columns, self.head_rank)
             generator = torch.Generator().manual_seed(seed)
-            self.head_a, self.head_b = first_weights(a, b, rows, generator)
+            self.head_a, self.head_b = first_weights(a, b, self.trunk.norm.weight, generator)
 
     def head_weight(self) -> Tensor:
         rows = super().head_weight()
@@ -102,9 +102,8 @@ class LoraCut(LoraNetwork, CutNetwork):
         if not self.head_rank:
             return super()._project(states)
         rows = super().head_weight()  # as they are: the sum with B A would be made at every token
-        states = states.to(rows.dtype)
-        change = linear(linear(states, self.head_a), self.head_b)
-        return linear(states, rows) + self.head_scale * change
+        change = linear(linear(states.to(self.head_a.dtype), self.head_a), self.head_b)
+        return linear(states.to(rows.dtype), rows) + self.head_scale * change
 
 
 class LoraWhole(LoraNetwork, WholeNetwork):
@@ -205,5 +204,5 @@ def _merged_weight(layer: Any) -> Tensor:
 
 
 def moved(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Base plus adapter, rounded once."""
-    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+    """Base plus adapter, rounded once, to the adapter's precision."""
+    return (weight.float() + scale * (b.float() @ a.float())).to(a.dtype)

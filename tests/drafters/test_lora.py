@@ -12,6 +12,7 @@ products summed in another order.
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +32,10 @@ from tiny_drafters import (
 )
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from decode import SpeculativeDecoder
 from decode.resolve import resolve_drafter
-from decode.types import Sampling
+from decode.targets.transformers import TransformersTarget
+from decode.types import OFF, Choice, Request, Sampling, StepRecord
 from drafters.base import BuildContext, TargetParts
 from drafters.composite import CompositeConfig
 from drafters.lm import LmConfig, LmDrafter
@@ -142,6 +145,19 @@ def test_states_times_head_are_the_logits(base: LmDrafter) -> None:
     assert all(t.grad is not None for t in network.own_tensors().values())
 
 
+def test_checkpointed_layers_give_the_same_gradients(base: LmDrafter) -> None:
+    """The base is frozen, so nothing that enters the first layer asks for a gradient."""
+    found = []
+    for enabled in (False, True):
+        network = adapted(base, EVERY).adapted
+        network.checkpoint_layers(enabled)
+        network(TEXT).logsumexp(-1).sum().backward()
+        found.append([t.grad for t in network.own_tensors().values()])
+    for plain, twice in zip(*found, strict=True):
+        torch.testing.assert_close(twice, plain, atol=1e-5, rtol=1e-5)
+        assert plain.abs().max() > 0
+
+
 def test_rows_of_several_adapters_decode_in_turn(base: LmDrafter) -> None:
     """Sampled step by step in turn, each draws what it draws alone; scores in between too."""
     drafters = [base, *(adapted(base, EVERY, seed) for seed in (1, 2))]
@@ -175,6 +191,51 @@ def test_rows_of_several_adapters_decode_in_turn(base: LmDrafter) -> None:
             assert drafter.device == base.device
     assert together == alone
     assert together[1] != together[2]
+
+
+class Cycle:
+    """A policy that asks another drafter at every step, rows out of phase."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names, self.rows = names, 0
+
+    def open(self, request: Request) -> "CycleSession":
+        self.rows += 1
+        return CycleSession(self.names, self.rows)
+
+
+class CycleSession:
+    def __init__(self, names: list[str], step: int) -> None:
+        self.names, self.step = names, step
+
+    def choose(self, offers: Mapping[str, int]) -> Choice:
+        self.step += 1
+        name = self.names[self.step % len(self.names)]
+        return Choice(name, min(3, offers[name]), "in turn") if offers[name] else Choice(OFF, 0, "")
+
+    def learn(self, record: StepRecord) -> None:
+        pass
+
+
+def test_one_decode_may_change_adapters_at_every_step(target: TargetParts) -> None:
+    """Greedy text stays the target's; of four layers with small adapters, many drafts are kept."""
+    base = replace(CUT, layers=[0, 1, 2, 3]).build(BuildContext(target))
+    drafters: dict[str, LmDrafter | LoraDrafter] = {"base": base}
+    for seed in (1, 2):
+        drafters[f"a{seed}"] = replace(LORA, alpha=0.3).build(
+            BuildContext(target, parts={"generic": base})
+        )
+        disturb(drafters[f"a{seed}"], seed)
+    backend = TransformersTarget(target.model, target.tokenizer)
+    prompts = [ROW, [3, 4], [*ROW, 1, 2]]
+    plain = SpeculativeDecoder(backend).generate(prompts, 24)
+    found = SpeculativeDecoder(backend, drafters, Cycle(list(drafters))).generate(prompts, 24)
+    assert found.token_ids == plain.token_ids
+    steps = [record for row in found.records for record in row]
+    for name in drafters:
+        kept = [r.num_accepted for r in steps if r.drafter == name]
+        assert sum(kept) > 0
+    assert any(r.num_accepted < r.num_drafted for r in steps if r.drafter != "base")
 
 
 @pytest.mark.parametrize("config", [LORA, EVERY])
@@ -252,6 +313,28 @@ def test_a_base_in_another_precision_is_the_same_base(
     drafter.prepare_training()
     assert {p.dtype for p in drafter.trainable.parameters()} == {torch.float32}
     assert next(low.trainable.parameters()).dtype == getattr(torch, dtype)
+
+
+def test_training_is_in_float32_whatever_the_target_is() -> None:
+    """A target in bfloat16 lends its head, which stays as it is; what is learned is not rounded."""
+    parts = TargetParts(tiny_model().bfloat16(), tiny_tokenizer(), VOCAB_SIZE, "tiny")
+    for config in (CUT, replace(CUT, num_draft_vocab=70), replace(CUT, dtype="float32")):
+        base = base_of(config, parts)
+        drafter = adapted(base, EVERY)
+        low = logits_of(drafter)
+        drafter.prepare_training()
+        learning = {p.dtype for p in drafter.trainable.parameters() if p.requires_grad}
+        assert learning == {torch.float32}
+        network = drafter.adapted
+        assert network.head_weight().dtype == torch.float32
+        product = network.states(TEXT) @ network.head_weight().T
+        torch.testing.assert_close(network(TEXT).float(), product, atol=0.2, rtol=0.02)  # bfloat16
+        torch.testing.assert_close(logits_of(drafter), low, atol=0.4, rtol=0.05)
+        network(TEXT).float().logsumexp(-1).sum().backward()
+        assert all(t.grad is not None for t in network.own_tensors().values())
+        assert next(parts.model.parameters()).dtype == torch.bfloat16
+        drafter.merge()
+        assert {p.dtype for p in drafter.trainable.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("changes", [{"rank": 2}, {"alpha": 1.0}, {"target_modules": ["q_proj"]}])
