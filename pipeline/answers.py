@@ -22,6 +22,7 @@ from pipeline.manifest import sha256, write_json
 
 INDEX = "index.json"
 REMEDY = "run stage=regenerate force=true to answer the prompts again"
+TOP = ("topk_ids", "topk_logits")
 ROW_FIELDS = (
     "id",
     "split",
@@ -95,13 +96,20 @@ class Answers:
         self._checked: set[str] = set()
 
     def rows(
-        self, split: str | None = None, domain: str | None = None, law: str | None = None
+        self,
+        split: str | None = None,
+        domain: str | None = None,
+        law: str | None = None,
+        with_teacher: bool = True,
     ) -> Iterator[Answer]:
-        """The answers that match, in the order in which they were made, shard by shard."""
+        """The answers that match, in the order in which they were made, shard by shard.
+
+        The top logits, most of a shard, are empty (k = 0) and stay on disk without `with_teacher`.
+        """
         for shard in self.shards:
             fits = split in (None, shard.split) and (domain is None or domain in shard.domains)
             if fits and (law is None or law in shard.laws):
-                for answer in self._open(shard):
+                for answer in self._open(shard, with_teacher):
                     if domain in (None, answer.domain) and law in (None, answer.law):
                         yield answer
 
@@ -118,10 +126,16 @@ class Answers:
             self._checked.add(shard.file)
         return path
 
-    def _open(self, shard: Shard) -> Iterator[Answer]:
+    def _open(self, shard: Shard, with_teacher: bool) -> Iterator[Answer]:
         with safe_open(str(self.verify(shard)), framework="pt") as file:
             rows = json.loads(file.metadata()["rows"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {
+                name: file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118
+                if with_teacher or name not in TOP
+            }
+        for name in TOP:
+            tensors.setdefault(name, torch.zeros(len(tensors["lse"]), 0))
         start = first = 0  # of the row's tokens, of its answer
         for row in rows:
             num_tokens = row.pop("num_tokens")

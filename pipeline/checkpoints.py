@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.digests import sha256
 from pipeline.files import write_json
+from pipeline.team import full, share_of
 
 PREFIX = "checkpoint-"
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -28,26 +29,47 @@ def save_checkpoint(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
+    writes: bool = True,
 ) -> None:
-    """Write the state after `step`, then forget the one before it."""
+    """Write the state after `step`, then forget the one before it.
+
+    Where several processes hold shares of it all must call this; only one `writes`.
+    """
+    parameters = trained(network)
+    tensors = {
+        PARAMETERS: _whole(parameters, writes),
+        MOMENTS: _whole(
+            {
+                f"{name}/{key}": optimizer.state[parameter][key]
+                for name, parameter in parameters.items()
+                for key in ADAMW_STATE
+            },
+            writes,
+        ),
+    }
+    if writes:
+        _write(out, step, tensors, state)
+
+
+def _whole(shares: Mapping[str, Tensor], wanted: bool) -> dict[str, Tensor]:
+    """Tensors on the CPU, gathered one after another; nothing is kept where it is not wanted."""
+    gathered = {}
+    for name, share in shares.items():
+        whole = full(share.detach())
+        if wanted:
+            gathered[name] = whole.cpu().contiguous()
+    return gathered
+
+
+def _write(
+    out: Path, step: int, tensors: Mapping[str, dict[str, Tensor]], state: Mapping[str, Any]
+) -> None:
     folder = out / f"{PREFIX}{step:08d}"
     partial = out / f"{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    parameters = trained(network)
-    tensors = {
-        PARAMETERS: parameters,
-        MOMENTS: {
-            f"{name}/{key}": optimizer.state[parameter][key]
-            for name, parameter in parameters.items()
-            for key in ADAMW_STATE
-        },
-    }
     for name, content in tensors.items():
-        save_file(
-            {key: value.detach().cpu().contiguous() for key, value in content.items()},
-            partial / name,
-        )
+        save_file(content, partial / name)
         with (partial / name).open("rb") as file:
             os.fsync(file.fileno())
     digests = {name: sha256(partial / name) for name in tensors}
@@ -79,12 +101,16 @@ def load_checkpoint(
     assert set(values) == set(parameters), (
         "a checkpoint belongs to one identity, hence to one network"
     )
+    fused = any(group["fused"] for group in optimizer.param_groups)  # it counts on the device
     for name, parameter in parameters.items():
-        parameter.data.copy_(values[name])
+        parameter.data.copy_(share_of(values[name], parameter.data))
         optimizer.state[parameter] = {
-            key: moments[f"{name}/{key}"].to("cpu" if key == "step" else parameter.device)
+            key: share_of(moments[f"{name}/{key}"], parameter.data).to(parameter.device)
             for key in ADAMW_STATE
+            if key != "step"
         }
+        count = moments[f"{name}/step"]
+        optimizer.state[parameter]["step"] = count.to(parameter.device) if fused else count
     return state
 
 

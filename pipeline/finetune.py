@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from decode.targets.transformers import TransformersTarget
+from drafters.losses import Objective
 from drafters.training import AnswerLike
 from pipeline.chat import load_prompts
 from pipeline.stage import Need, Workspace
@@ -26,8 +27,14 @@ class Finetune(TrainDrafter):
             raise ValueError(f"text={self.text} is unknown; use one of {', '.join(TEXTS)}")
 
     @property
-    def loss(self) -> str:
-        return "cross_entropy"
+    def objective(self) -> Objective:
+        return Objective(
+            mix={"cross_entropy": 1.0},
+            position_weights="uniform",
+            half_life=1.0,
+            num_draft_tokens=self.num_draft_tokens,
+            lk_eta=1.0,
+        )
 
     def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
         prompts = {"prompts": Need("prepare")} if self.text == "dataset" else {}

@@ -23,6 +23,10 @@ class History:
             os.fsync(file.fileno())
         partial.replace(self.path)
 
+    def lines(self) -> list[dict[str, float]]:
+        """Every line, as it was appended."""
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+
     def append(self, step: int, curves: dict[str, float]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **curves}) + "\n")

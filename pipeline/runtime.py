@@ -4,7 +4,7 @@ import math
 import os
 import platform
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from decode.clock import Clock, SystemClock, VirtualClock
 from pipeline import files
 
 DEVICES = ("auto", "cpu", "cuda")
+SHARDINGS = ("ddp", "fsdp2")
 CLOCKS = {"system": SystemClock, "virtual": VirtualClock}
 
 
@@ -23,6 +24,9 @@ class Runtime:
     device: str  # "auto", "cpu" or "cuda"
     threads: int  # CPU threads of torch; 0: as many as there are cores
     clock: str  # "system", or "virtual": every reading advances 1/1024 s, for equal runs
+    num_processes: int = 1  # that train together; 0: one for each GPU
+    sharding: str = "ddp"  # each of them holds all ("ddp"), or its share of what is trained
+    peak_tflops: dict[str, float] = field(default_factory=dict)  # GPU name -> dense bfloat16
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -35,6 +39,15 @@ class Runtime:
             )
         if self.clock not in CLOCKS:
             raise ValueError(f"runtime.clock={self.clock} is not known; use {' or '.join(CLOCKS)}")
+        if self.num_processes < 0:
+            raise ValueError(
+                f"runtime.num_processes={self.num_processes} must be 0 (one for each GPU) or a "
+                "positive number"
+            )
+        if self.sharding not in SHARDINGS:
+            raise ValueError(
+                f"runtime.sharding={self.sharding} is not known; use {' or '.join(SHARDINGS)}"
+            )
 
     def resolved_device(self) -> str:
         """Gives "cpu" or "cuda"; asking for a GPU where torch sees none is refused."""
@@ -45,6 +58,29 @@ class Runtime:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("runtime.device=cuda, but torch sees no GPU; use runtime.device=cpu")
         return self.device
+
+    def resolved_processes(self) -> int:
+        """How many processes train together; more than there are GPUs is refused."""
+        import torch
+
+        if self.resolved_device() == "cpu":
+            return max(1, self.num_processes)
+        gpus = torch.cuda.device_count()
+        if self.num_processes > gpus:
+            raise ValueError(
+                f"runtime.num_processes={self.num_processes}, but torch sees {gpus} GPUs; use "
+                "runtime.num_processes=0, which is one for each"
+            )
+        return self.num_processes or gpus
+
+    def device_peak_flops(self) -> float | None:
+        """Floating point operations a second of one device, bfloat16; None where not known."""
+        import torch
+
+        if self.resolved_device() == "cpu":
+            return None
+        tflops = self.peak_tflops.get(torch.cuda.get_device_name())
+        return None if tflops is None else tflops * 1e12
 
     def num_threads(self) -> int:
         return self.threads or num_cores()

@@ -1,24 +1,31 @@
 """The one trainer, as a stage: finetune and distill say what is learned, and share all of this."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from decode.targets.transformers import TransformersTarget
 from decode.types import MAX_DRAFT_TOKENS
 from drafters.base import BuildContext, target_parts
+from drafters.losses import Objective
 from drafters.network_drafter import NetworkDrafter
 from drafters.training import AnswerLike, Batch
 from drafters.vocabulary import choose_draft_ids, count_tokens, special_ids
 from pipeline.answers import Answers
-from pipeline.build import NamedEntry, build_drafters, load_target, parent_need
+from pipeline.build import NamedEntry, build_drafters, fast_dtype, load_target, parent_need
 from pipeline.config import Pool
+from pipeline.launch import launch, sole_writer
+from pipeline.runtime import Runtime
 from pipeline.stage import Need, Stage, Workspace
-from pipeline.training_data import fitting
+from pipeline.training_data import Rows
 from pipeline.validation import read_metrics, validation_answers
 
 PRECISIONS = ("auto", "float32", "bfloat16")
+Noise = Callable[[tuple[int, ...]], Tensor]  # shape -> numbers in [0, 1), the same if asked again
+COUNTS = ("batch_size", "accumulate", "chunk_tokens", "checkpoint_every", "validate_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +34,13 @@ class TrainDrafter(Stage):
 
     reads: ClassVar[tuple[str, ...]] = ("target", "entry")
     resumes: ClassVar[bool] = True
+    format_version: ClassVar[int] = 2
 
-    num_steps: int
+    num_steps: int  # 0: as many as num_tokens takes
+    num_tokens: int  # stop after the step that has learned from so many answer tokens; 0: num_steps
     batch_size: int  # rows of a micro-batch
-    accumulate: int  # micro-batches of a step
+    row_tokens: int  # answers are packed into rows of so many tokens; 0: one answer a row, padded
+    accumulate: int  # micro-batches of a step, over all processes
     learning_rate: float
     warmup_share: float  # of the steps, while the rate rises; it falls to 0 as a cosine after that
     weight_decay: float  # of matrices only
@@ -38,6 +48,8 @@ class TrainDrafter(Stage):
     precision: (
         str  # of the products; "auto": bfloat16 where the hardware multiplies it, else float32
     )
+    gradient_checkpointing: bool  # layers are computed twice, and their insides are not kept
+    chunk_tokens: int  # tokens whose logits exist at once
     max_tokens: int  # a row is cut after so many, prompt included
     checkpoint_every: int  # steps
     validate_every: int  # steps
@@ -59,20 +71,67 @@ class TrainDrafter(Stage):
                 f"learning_rate={self.learning_rate} must be positive and "
                 f"warmup_share={self.warmup_share} lie between 0 and 1"
             )
-        counts = ("num_steps", "batch_size", "accumulate", "checkpoint_every", "validate_every")
-        for name in counts:
+        for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        how_long = (self.num_steps, self.num_tokens)
+        if min(how_long) != 0 or max(how_long) < 1:
+            raise ValueError(
+                f"num_steps={self.num_steps} and num_tokens={self.num_tokens} must be one positive "
+                "number and a 0: how long to train is said by one of them"
+            )
+        if self.row_tokens and self.row_tokens < self.max_tokens:
+            raise ValueError(
+                f"row_tokens={self.row_tokens} must be 0 (no packing) or at least "
+                f"max_tokens={self.max_tokens}, so that any answer fits a row"
+            )
 
     @property
     @abstractmethod
-    def loss(self) -> str:
-        """One of drafters.losses.LOSSES."""
+    def objective(self) -> Objective:
+        """What training minimises."""
+
+    def resolved(self, runtime: Runtime) -> "TrainDrafter":
+        if self.precision != "auto":
+            return self
+        return replace(self, precision=fast_dtype(runtime.resolved_device()))
+
+    @property
+    def target_in_loop(self) -> bool:
+        """Whether the target is asked while training."""
+        return False
+
+    @property
+    def learns_from_record(self) -> bool:
+        """Whether the laws that were kept with the answers are what is learned."""
+        return self.objective.needs_teacher and not self.target_in_loop
+
+    def gather(self, answers: Iterable[AnswerLike], name: str) -> Rows:
+        """What a Trainer learns from; refused where there is nothing."""
+        rows = Rows(answers, self.max_tokens, self.learns_from_record)
+        if not len(rows):
+            raise ValueError(
+                f"there is nothing to train {name} on; run stage=regenerate for prompts of its "
+                "domains, or change the entry's domains"
+            )
+        return rows
+
+    def is_on_policy(self, step: int, num_steps: int) -> bool:
+        """Whether the drafter writes the text of this step, one of 1 to num_steps."""
+        return False
+
+    def write(
+        self, target: TransformersTarget, drafter: NetworkDrafter, batch: Batch, noise: Noise
+    ) -> Batch:
+        """The batch of an on-policy step, with text of the drafter's own."""
+        raise AssertionError(f"{type(self).__name__} is never on-policy")
 
     def rows(self, workspace: Workspace, target: TransformersTarget) -> Iterable[AnswerLike]:
         """What to learn from: the target's answers to training prompts of the entry's domains."""
         domains = workspace.groups["entry"].entry.domains
-        answers = Answers(workspace.inputs["answers"]).rows(split="drafter_train")
+        answers = Answers(workspace.inputs["answers"]).rows(
+            split="drafter_train", with_teacher=self.learns_from_record
+        )
         return (answer for answer in answers if not domains or answer.domain in domains)
 
     def teach(self, target: TransformersTarget, batch: Batch) -> Batch:
@@ -86,25 +145,40 @@ class TrainDrafter(Stage):
         }
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
+        size = workspace.runtime.resolved_processes()
+        if self.accumulate % size:
+            raise ValueError(
+                f"accumulate={self.accumulate} micro-batches of a step cannot be dealt to {size} "
+                f"processes alike; make it a multiple of {size}, or change runtime.num_processes"
+            )
+        return launch(self.train, workspace, runtime=workspace.runtime)
+
+    def train(self, workspace: Workspace) -> dict[str, Any]:
+        """The work of one process of those that train together."""
         from pipeline.trainer import Trainer, clean_up  # brings accelerate, which takes a second
 
-        if metrics := read_metrics(workspace.out):  # killed after all was written
-            clean_up(workspace.out)
-            return metrics
-        named: NamedEntry = workspace.groups["entry"]
-        target = load_target(workspace.groups["target"], workspace.runtime)
-        drafter = start_drafter(named, target, workspace)
-        rows = fitting(self.rows(workspace, target), self.max_tokens)
-        if not rows:
-            domains = ", ".join(named.entry.domains) or "any domain"
-            raise ValueError(
-                f"there is nothing to train {named.name} on in {domains}; run stage=regenerate for "
-                "prompts of that domain, or change the entry's domains"
+        with sole_writer(workspace.out, workspace.runtime):
+            if metrics := read_metrics(workspace.out):  # killed after all was written
+                clean_up(workspace.out)
+                return metrics
+            named: NamedEntry = workspace.groups["entry"]
+            target = load_target(workspace.groups["target"], workspace.runtime)
+            drafter = start_drafter(named, target, workspace)
+            rows = self.gather(self.rows(workspace, target), named.name)
+            trainer = Trainer(
+                self,
+                target,
+                workspace.runtime,
+                name=named.name,
+                out=workspace.out,
+                seed=workspace.seed,
+                drafter=drafter,
+                rows=rows,
+                validation=validation_answers(
+                    workspace.inputs["answers"], named.entry.domains, self.validation_prompts
+                ),
             )
-        validation = validation_answers(
-            workspace.inputs["answers"], named.entry.domains, self.validation_prompts
-        )
-        return Trainer(self, workspace, target, drafter, rows, validation).run()
+            return trainer.run()
 
 
 def start_drafter(
@@ -124,7 +198,8 @@ def start_drafter(
             "training; set its trained_by to null"
         )
     if drafter.num_draft_vocab and parent is None:
-        answers = Answers(workspace.inputs["answers"]).rows(split="drafter_train")
+        folder = workspace.inputs["answers"]
+        answers = Answers(folder).rows(split="drafter_train", with_teacher=False)
         counts = count_tokens((answer.answer_ids for answer in answers), target.vocab_size)
         always = special_ids(target.tokenizer, target.model)
         size = drafter.num_draft_vocab

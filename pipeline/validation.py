@@ -20,7 +20,7 @@ def validation_answers(folder: Path, domains: Sequence[str], per_domain: int) ->
     """Answers under every law to the first validation prompts of each domain (empty: all)."""
     prompts: dict[str, set[str]] = {}
     chosen = []
-    for answer in Answers(folder).rows(split="validation"):
+    for answer in Answers(folder).rows(split="validation", with_teacher=False):
         if not domains or answer.domain in domains:
             known = prompts.setdefault(answer.domain, set())
             if len(known) < per_domain:

@@ -4,7 +4,7 @@ drafter kept instead of the best; a specialist that loses its parent's weights o
 vocabulary; a target that training changes; history lines that a resumed run repeats.
 
 Tolerances: resumed against uninterrupted, none (bit for bit). Accumulated against one large batch:
-1e-5 on the loss and 2e-5 on weights after three steps of AdamW at 1e-3 (sums in another order).
+1e-5 on the loss and 5e-5 on weights after three steps of AdamW at 1e-3 (sums in another order).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from workspace import RUNTIME, prompt, tiny_config, workspace, write_prompts
 
 from drafters.lm import LmConfig
 from drafters.ngram import NgramConfig
-from drafters.training import collate
+from drafters.training import collate, validation_acceptance
 from pipeline import trainer
 from pipeline.answers import Answers
 from pipeline.build import NamedEntry, build_drafters, load_target
@@ -30,24 +30,40 @@ from pipeline.checkpoints import delete_checkpoints
 from pipeline.config import Pool, PoolEntry
 from pipeline.distill import Distill
 from pipeline.finetune import Finetune
-from pipeline.training_data import BatchOrder, fitting
+from pipeline.training_data import BatchOrder, Rows
 from pipeline.validation import acceptance_length, difference_interval
 
 CUT = LmConfig(source=None, layers=[0, -1], num_draft_vocab=60, train_head=True, dtype="float32")
+VIRTUAL = dataclasses.replace(RUNTIME, clock="virtual")  # equal runs report equal speeds
 COMMON: dict[str, Any] = {
     "num_steps": 7,
+    "num_tokens": 0,
     "batch_size": 3,
+    "row_tokens": 0,
     "accumulate": 2,
     "learning_rate": 1e-3,
     "warmup_share": 0.2,
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
     "precision": "float32",
+    "gradient_checkpointing": False,
+    "chunk_tokens": 16,
     "max_tokens": 40,
     "checkpoint_every": 2,
     "validate_every": 3,
     "validation_prompts": 2,
     "num_draft_tokens": 3,
+}
+LEARNED: dict[str, Any] = {
+    "mix": {"forward_kl": 1.0, "tv": 0.0},
+    "position_weights": "uniform",
+    "half_life": 8.0,
+    "lk_eta": 3.0,
+    "teacher": "recorded",
+    "onpolicy_from": 0.5,
+    "onpolicy_share": 0.0,
+    "onpolicy_tokens": 3,
+    "onpolicy_temperature": 1.0,
 }
 SPLITS = {
     "drafter_train": [
@@ -93,7 +109,7 @@ def entry(
 
 
 def distill(**changes: Any) -> Distill:
-    return Distill(**{**COMMON, "divergence": "forward_kl", "teacher": "recorded", **changes})
+    return Distill(**{**COMMON, **LEARNED, **changes})
 
 
 def finetune(**changes: Any) -> Finetune:
@@ -109,15 +125,12 @@ def train(
 ) -> dict[str, Any]:
     groups = {"target": tiny_config(world.target), "entry": named or entry()}
     inputs = {"answers": world.answers, "prompts": world.prompts}
-    return stage.run(workspace(groups, {**inputs, **({"parent": parent} if parent else {})}, out))
+    inputs |= {"parent": parent} if parent else {}
+    return stage.run(workspace(groups, inputs, out, runtime=VIRTUAL))
 
 
 def history(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
-
-
-def without_speed(lines: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
 
 def same_weights(left: Path, right: Path) -> bool:
@@ -172,8 +185,9 @@ def test_the_artifact_is_the_drafter_that_was_measured(world: World, tmp_path: P
     checked = 0
     for answer in Answers(world.answers).rows(split="validation"):
         if (answer.id, answer.law) in known:
-            measured = trainer.validation_acceptance(drafters["drafter"], [answer], 3)
-            assert measured.tolist() == [known[answer.id, answer.law]]
+            measured = validation_acceptance(drafters["drafter"], [answer], 3)
+            # One answer in float64 after another, against batches in float32.
+            assert measured.tolist() == [pytest.approx(known[answer.id, answer.law], rel=1e-6)]
             checked += 1
     assert checked == len(known) == 8
 
@@ -191,10 +205,10 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
     metrics = train(distill(), world, whole)
     step = trainer.Trainer._step
 
-    def dies(self: trainer.Trainer, number: int) -> dict[str, float]:
+    def dies(self: trainer.Trainer, number: int, feed: Any) -> dict[str, float]:
         if number == killed_at:
             raise KilledError
-        return step(self, number)
+        return step(self, number, feed)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_step", dies)
@@ -207,7 +221,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
     assert train(distill(), world, parts) == metrics
     assert same_weights(whole, parts)
     assert (whole / "validation.json").read_bytes() == (parts / "validation.json").read_bytes()
-    assert without_speed(history(whole)) == without_speed(history(parts))
+    assert history(whole) == history(parts)
 
 
 def test_a_run_killed_after_its_report_is_only_tidied(
@@ -254,7 +268,7 @@ def test_accumulated_batches_equal_one_large_batch(world: World, tmp_path: Path)
         assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
     a, b = (load_file(folder / "model.safetensors") for folder in (once, parts))
     for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=0)
+        torch.testing.assert_close(a[name], b[name], atol=5e-5, rtol=0)
 
 
 def test_the_draft_vocabulary_follows_the_answers_and_passes_to_specialists(
@@ -303,17 +317,17 @@ def test_text_of_the_data_set(world: World, tmp_path: Path, precision: str) -> N
 
 def test_rows_are_cut_and_prompts_carry_no_loss(world: World) -> None:
     answers = list(Answers(world.answers).rows(split="drafter_train"))
-    rows = fitting(answers, max_tokens=8)
+    rows = list(Rows(answers, max_tokens=8))
     batch = collate(rows, VOCAB_SIZE, 8)
     assert batch.token_ids.shape[1] <= 8
-    assert batch.num_tokens == sum(min(len(r.token_ids), 8) - r.num_prompt_tokens for r in rows)
-    assert fitting(answers, max_tokens=2) == []
+    assert batch.num_tokens == sum(len(r.token_ids) - r.num_prompt_tokens for r in rows)
+    assert batch.num_tokens == sum(Rows(answers, max_tokens=8).num_predicted)
+    assert len(Rows(answers, max_tokens=2)) == 0
 
 
 def test_every_epoch_holds_every_row_once() -> None:
     lengths = [5 + 7 * n % 40 for n in range(50)]
     order = BatchOrder(lengths, 4, seed=1)
-    assert order.num_batches == 13
     epochs = [[row for m in range(13) for row in order[e * 13 + m]] for e in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert epochs[0] != epochs[1]
@@ -348,7 +362,7 @@ def test_intervals_pair_the_prompts() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: distill(divergence="kl"), "divergence=kl is unknown; use one of forward_kl"),
+        (lambda: distill(mix={"kl": 1.0}).objective, "must name at least one of cross_entropy"),
         (lambda: distill(teacher="book"), "teacher=book is unknown; use one of recorded, model"),
         (lambda: finetune(text="web"), "text=web is unknown; use one of answers, dataset"),
         (lambda: distill(precision="int8"), "precision=int8 is unknown"),
@@ -361,9 +375,7 @@ def test_settings_that_do_not_fit(make: Any, words: str) -> None:
 
 
 def test_what_cannot_be_trained_is_said(world: World, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="nothing to train drafter on in law; run stage=regenerate"
-    ):
+    with pytest.raises(ValueError, match="nothing to train drafter on; run stage=regenerate"):
         train(distill(), world, tmp_path / "a", entry(domains=("law",)))
     ngram = NgramConfig(min_ngram=1, max_ngram=3, max_offer=4)
     lookup = PoolEntry(drafter=ngram, trained_by="distill", domains=[], init_from=None)

@@ -1,0 +1,177 @@
+"""Several processes that do one piece of work together, on this machine's processors or GPUs.
+
+The parent holds the artifact's lock, starts the workers and waits. It touches no GPU meanwhile and
+writes nothing. Whatever ends it ends them: a worker watches its parent and leaves with it.
+"""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+HOST = "127.0.0.1"
+FAILED = 1
+
+
+class WorkerError(RuntimeError):
+    """A worker's own traceback, shown as the cause of the error that it raised."""
+
+
+def launch(work: Callable[..., T], *args: Any, runtime: Runtime) -> T:
+    """What `work(*args)` returns, done by runtime.resolved_processes() processes that can talk.
+
+    One process: a plain call. Several: each calls it with torch.distributed set up (gloo on the
+    CPU, nccl on GPUs), and what the first of them returns is returned. An error in any of them ends
+    all and is raised here. `work` and `args` must be picklable.
+    """
+    size = runtime.resolved_processes()
+    if size == 1:
+        return work(*args)
+    from torch.distributed import TCPStore
+
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # any free port
+    context = multiprocessing.get_context("spawn")  # a fork would inherit threads and locks
+    log.info("%d processes train together", size)
+    workers: list[tuple[BaseProcess, Connection]] = []
+    try:
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            job = (rank, size, store.port, runtime, theirs, work, args)
+            process: BaseProcess = context.Process(target=_work, args=job, daemon=True)
+            process.start()
+            theirs.close()
+            workers.append((process, ours))
+        return _results(workers)[0]
+    finally:
+        for process, _ in workers:
+            process.kill()  # those that are done wait to be let go
+        for process, _ in workers:
+            process.join()
+
+
+@contextmanager
+def sole_writer(out: Path, runtime: Runtime) -> Iterator[None]:
+    """Within, no process but the first of this launch writes to `out`.
+
+    A writer whose parent was killed lives on for a moment, and the artifact's lock is free by then;
+    so the first process waits for it, and the others for the first.
+    """
+    from torch import distributed
+
+    together = distributed.is_initialized()
+    first = not together or distributed.get_rank() == 0
+    with runtime.lock(out.with_suffix(".writer.lock")) if first else nullcontext():
+        if together:
+            distributed.barrier()
+        yield
+
+
+def _results(workers: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
+    """What each worker returned; raises what the first to fail raised."""
+    waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
+    results: list[Any] = [None] * len(workers)
+    while waiting:
+        for connection in wait(list(waiting)):
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                error, results[rank] = connection.recv()
+            except EOFError:
+                raise _died(workers[rank][0], rank, len(workers)) from None
+            if error is not None:
+                raise error from WorkerError(results[rank])
+    return results
+
+
+def _died(process: BaseProcess, rank: int, size: int) -> ValueError:
+    process.join()
+    code = process.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return ValueError(
+        f"process {rank + 1} of {size} {how}, for which want of memory is the usual reason; lower "
+        "batch_size or runtime.num_processes, and run the same command again"
+    )
+
+
+def _work(
+    rank: int,
+    size: int,
+    port: int,
+    runtime: Runtime,
+    parent: Connection,
+    work: Callable[..., Any],
+    args: Sequence[Any],
+) -> None:
+    """One worker's life."""
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    from pipeline.errors import set_up_logging
+
+    set_up_logging(debug=False)
+    try:
+        _join_group(rank, size, port, runtime)
+        result = work(*args)
+        parent.send((None, result if rank == 0 else None))
+    except BaseException as error:
+        parent.send((_portable(error), traceback.format_exc()))
+    # Neither an error's sender nor who is done early leaves by itself: the others would see a
+    # closed connection, and might be the first to say so.
+    threading.Event().wait()
+
+
+def _join_group(rank: int, size: int, port: int, runtime: Runtime) -> None:
+    """Make this process one of the group, and give it its GPU or its share of the cores."""
+    import torch
+    from torch import distributed
+
+    threads = max(1, runtime.num_threads() // size)
+    os.environ |= {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": HOST},
+        **{"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_PORT": str(port)},
+        "OMP_NUM_THREADS": str(threads),  # accelerate asks for it
+    }
+    torch.set_num_threads(threads)
+    on_gpu = runtime.resolved_device() == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine
+    store = distributed.TCPStore(HOST, port, is_master=False)
+    distributed.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        device_id=torch.device("cuda", rank) if on_gpu else None,
+    )
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or one that says the same where it cannot travel between processes."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        assert str(copy) == str(error)
+        return copy
+    except Exception:  # whatever a class of some library does when it is taken apart
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(FAILED)
