@@ -22,6 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kernels.ring_attention import ring_attention, tiles
 from pipeline.generation import (
     EOS,
     LENGTH,
@@ -57,9 +58,13 @@ def grouped_attention(
             module, query, key, value, attention_mask, dropout, scaling, **others
         )
     grouped = query.view(batch, key.shape[1], heads // key.shape[1], size)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, scale=scaling
-    )
+    scale = size**-0.5 if scaling is None else scaling
+    if query.is_cuda and tiles(size):
+        out = ring_attention(grouped, key, value, attention_mask[:, 0, 0], scale)
+    else:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            grouped, key, value, attn_mask=attention_mask, scale=scale
+        )
     return out.reshape(batch, 1, heads, size), None
 
 
