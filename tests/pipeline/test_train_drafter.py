@@ -4,7 +4,9 @@ drafter kept instead of the best; a specialist that loses its parent's weights o
 vocabulary; a target that training changes; history lines that a resumed run repeats.
 
 Tolerances: resumed against uninterrupted, none (bit for bit). Accumulated against one large batch:
-1e-5 on the loss and 5e-5 on weights after three steps of AdamW at 1e-3 (sums in another order).
+1e-5 on the loss; weights after three steps of AdamW at 1e-3 within 2e-6 in the mean (sums in
+another order) and 5e-4 at most: AdamW divides by a gradient's size, so an entry whose gradient is
+all but zero goes where rounding sends it, and that by no more than half an update.
 """
 
 import dataclasses
@@ -268,7 +270,9 @@ def test_accumulated_batches_equal_one_large_batch(world: World, tmp_path: Path)
         assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
     a, b = (load_file(folder / "model.safetensors") for folder in (once, parts))
     for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=5e-5, rtol=0)
+        apart = (a[name].float() - b[name].float()).abs()
+        assert apart.mean() < 2e-6
+        assert apart.max() < 5e-4
 
 
 def test_the_draft_vocabulary_follows_the_answers_and_passes_to_specialists(
