@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from decode.clock import Clock
-from decode.costs import quick_costs
+from decode.cost_measurement import quick_costs
 from decode.types import OFF, Drafter, Policy, Target
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from rich.table import Table
 
 from decode import SpeculativeDecoder
-from decode.costs import Costs, measure_costs
+from decode.cost_measurement import measure_costs
+from decode.costs import Costs
 from decode.policies.fixed import FixedConfig
 from decode.targets.transformers import TransformersTarget
 from decode.types import MAX_DRAFT_TOKENS, OFF, Drafter

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from decode.clock import VirtualClock
-from decode.costs import Costs, costs_key, interpolate, measure_costs, quick_costs
+from decode.cost_measurement import costs_key, measure_costs, quick_costs
+from decode.costs import Costs, interpolate
 from decode.types import OFF, DraftProposal, DraftSampler, Sampling
 
 VOCAB = 11

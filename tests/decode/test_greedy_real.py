@@ -15,7 +15,7 @@ import torch
 
 from decode import Sampling, SpeculativeDecoder
 from decode.clock import SystemClock
-from decode.costs import quick_costs
+from decode.cost_measurement import quick_costs
 from decode.policies.replay import Replay
 from decode.resolve import policy_config
 from decode.targets.transformers import TransformersTarget
