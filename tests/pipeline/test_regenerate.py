@@ -105,6 +105,14 @@ def slots(model: torch.nn.Module, eos: frozenset[int], rows: list[Job]) -> list[
     return [found[key] for key in sorted(found)]
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def model_here() -> torch.nn.Module:
+    """On a GPU where there is one: there slots run in a CUDA graph."""
+    return tiny_model().to(DEVICE)
+
+
 ENGINES = pytest.mark.parametrize("answer", [padded, slots])
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 0.9])
 Engine = Callable[[torch.nn.Module, frozenset[int], list[Job]], list[Trace]]
@@ -114,9 +122,9 @@ Engine = Callable[[torch.nn.Module, frozenset[int], list[Job]], list[Trace]]
 @TEMPERATURES
 def test_a_row_is_what_it_would_be_alone(answer: Engine, temperature: float) -> None:
     """Rows of five lengths, each ending at its own time, against each row in a batch of its own."""
-    together = answer(tiny_model(), frozenset({EOS}), jobs(temperature))
+    together = answer(model_here(), frozenset({EOS}), jobs(temperature))
     for job, trace in zip(jobs(temperature), together, strict=True):
-        (alone,) = Generator(tiny_model(), frozenset({EOS}), 5, 1).answer([job])
+        (alone,) = Generator(model_here(), frozenset({EOS}), 5, 1).answer([job])
         assert trace.token_ids.tolist() == alone.token_ids.tolist()
         assert trace.finish_reason == alone.finish_reason
         torch.testing.assert_close(trace.lse, alone.lse, atol=1e-4, rtol=0)
@@ -128,10 +136,14 @@ def test_a_row_is_what_it_would_be_alone(answer: Engine, temperature: float) -> 
 @TEMPERATURES
 def test_notes_belong_to_their_tokens(answer: Engine, temperature: float) -> None:
     """One teacher-forced pass over prompt and answer gives the same laws."""
-    model, rows = tiny_model(), jobs(temperature)
-    for job, trace in zip(rows, answer(tiny_model(), frozenset({EOS}), rows), strict=True):
+    model, rows = model_here(), jobs(temperature)
+    for job, trace in zip(rows, answer(model_here(), frozenset({EOS}), rows), strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([job.prompt_ids + trace.token_ids.tolist()])).logits[0]
+            logits = (
+                model(torch.tensor([job.prompt_ids + trace.token_ids.tolist()], device=DEVICE))
+                .logits[0]
+                .cpu()
+            )
         logits = logits[len(job.prompt_ids) - 1 : -1]
         probs = processed_probs(logits, *law_of((job.sampling,) * len(logits)))
         chosen = probs.gather(1, trace.token_ids[:, None])[:, 0].log()
@@ -147,9 +159,9 @@ def test_notes_belong_to_their_tokens(answer: Engine, temperature: float) -> Non
 
 @ENGINES
 def test_eos_ends_a_row_and_is_kept(answer: Engine) -> None:
-    free = answer(tiny_model(), frozenset(), jobs(0.9))
+    free = answer(model_here(), frozenset(), jobs(0.9))
     eos = int(free[3].token_ids[6])
-    ended = answer(tiny_model(), frozenset({eos}), jobs(0.9))
+    ended = answer(model_here(), frozenset({eos}), jobs(0.9))
     for with_eos, without in zip(ended, free, strict=True):
         ids = without.token_ids.tolist()
         stop = ids.index(eos) + 1 if eos in ids else len(ids)
@@ -159,7 +171,7 @@ def test_eos_ends_a_row_and_is_kept(answer: Engine) -> None:
 
 @ENGINES
 def test_logits_that_are_no_numbers_are_refused(answer: Engine) -> None:
-    model = tiny_model()
+    model = model_here()
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     with pytest.raises(ValueError, match=r"not finite while answering row \d"):
@@ -167,7 +179,7 @@ def test_logits_that_are_no_numbers_are_refused(answer: Engine) -> None:
 
 
 def test_slots_refuse_a_model_whose_layers_look_back_a_fixed_way() -> None:
-    model = tiny_model()
+    model = model_here()
     model.config.sliding_window = 8
     with pytest.raises(ValueError, match="engine=padded"):
         SlotGenerator(model, frozenset({EOS}), 5, 2, 20)
