@@ -5,6 +5,7 @@ number a token says all, and the passes of every answer follow together, token b
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,9 +60,10 @@ def _alike(
 ) -> Iterator[tuple[Sampling, list[int]]]:
     """Places of answers under one law and of like lengths, as many as one batch holds."""
     order = sorted(range(len(answers)), key=lambda place: len(answers[place].token_ids))
-    for law in dict.fromkeys(answer.sampling for answer in answers):
+    laws = [replace(answer.sampling, seed=0) for answer in answers]  # what was drawn is known
+    for law in dict.fromkeys(laws):
         places: list[int] = []
-        for place in (place for place in order if answers[place].sampling == law):
+        for place in (place for place in order if laws[place] == law):
             width = min(len(answers[place].token_ids), drafter.max_context + 1)
             if places and (len(places) + 1) * width > BATCH_TOKENS:
                 yield law, places
