@@ -10,12 +10,10 @@ from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter
 from drafters.base import BuildContext, target_parts
-from pipeline.config import Pool, PoolEntry
+from pipeline.config import TRAINERS, Pool, PoolEntry
 from pipeline.models import DTYPES, TargetConfig, resolve_target
 from pipeline.runtime import Runtime
 from pipeline.stage import Need
-
-TRAINERS = ("finetune", "distill")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.utils import get_class
@@ -19,6 +19,7 @@ EXAMPLES = {  # a word of OmegaConf's message -> what is wanted, and one
     "list": ("a list", "[a,b]"),
     "List": ("a list", "[a,b]"),
 }
+TRAINERS = ("finetune", "distill")  # stages that make drafters
 SCALARS = (int, float, str, bool)
 
 
@@ -50,9 +51,10 @@ class PoolEntry:
     """One member of the pool: a drafter and how it comes to be."""
 
     drafter: DrafterConfig
-    trained_by: str | None  # None (needs no training), "finetune" or "distill"
+    trained_by: str | None  # None (needs no training), or one of TRAINERS
     domains: list[str]  # whose answers train it; empty: all
     init_from: str | None  # another entry to start from; None: as its drafter's config says
+    overrides: dict[str, Any] = field(default_factory=dict)  # of its training stage's settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +92,8 @@ def typed_pool(node: DictConfig) -> Pool:
         raise ConfigError("the pool is empty; add an entry, or choose another with pool=quick")
     for name, entry in entries.items():
         where = f"pool.entries.{name}"
-        if entry.trained_by not in (None, "finetune", "distill"):
-            choose(f"{where}.trained_by", entry.trained_by, ["finetune", "distill", "null"])
+        if entry.trained_by not in (None, *TRAINERS):
+            choose(f"{where}.trained_by", entry.trained_by, [*TRAINERS, "null"])
         for key, other in [
             ("init_from", entry.init_from),
             *(("drafter", p) for p in entry.drafter.part_names),
@@ -99,6 +101,14 @@ def typed_pool(node: DictConfig) -> Pool:
             if other is not None and other not in entries:
                 choose(f"{where}.{key}", other, [known for known in entries if known != name])
     return Pool(entries=entries)
+
+
+def changed(config: Any, changes: Mapping[str, Any], where: str) -> Any:
+    """The same settings but for these, which are checked as if YAML had said them under `where`."""
+    values = {one.name: getattr(config, one.name) for one in fields(config)}
+    node = OmegaConf.merge(OmegaConf.create(values), OmegaConf.create(dict(changes)))
+    assert isinstance(node, DictConfig)
+    return _build(type(config), node, where)
 
 
 def choose(key: str, value: object, choices: Iterable[str]) -> None:
@@ -130,14 +140,14 @@ def _build(cls: type, node: DictConfig, where: str) -> Any:
 
 
 def _check_names(cls: type, values: Mapping[str, Any], where: str) -> None:
-    known = {field.name: field for field in fields(cls)}
+    known = {one.name: one for one in fields(cls)}
     for name in values:
         if name not in known:
             raise ConfigError(
                 f"{_join(where, name)} is not a key of {where}; {suggestion(name, known)}"
             )
-    for name, field in known.items():
-        if name not in values and field.default is MISSING and field.default_factory is MISSING:
+    for name, one in known.items():
+        if name not in values and one.default is MISSING and one.default_factory is MISSING:
             raise ConfigError(f"{_join(where, name)} is missing; give {_join(where, name)}=VALUE")
 
 

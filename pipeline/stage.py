@@ -62,6 +62,10 @@ class Stage(ABC):
         """Name each input and the stage that makes it."""
         return {}
 
+    def for_groups(self, groups: Mapping[str, Any]) -> "Stage":
+        """These settings as one of the groups that it reads changes them."""
+        return self
+
     def resolved(self, runtime: Runtime) -> "Stage":
         """These settings with what "auto" stands for on this machine: the identity names that."""
         return self
@@ -131,7 +135,7 @@ class Pipeline:
     def locate(self, name: str, groups: Mapping[str, Any] | None = None) -> Artifact:
         """Where the artifact of a stage is or will be; builds nothing."""
         groups = self.groups if groups is None else groups
-        stage = self.stages[name].resolved(self.runtime)
+        stage = self.stages[name].for_groups(groups).resolved(self.runtime)
         inputs = {
             key: f"{need.stage}/{self.locate(need.stage, {**groups, **need.groups}).signature}"
             for key, need in stage.needs(groups).items()
@@ -182,7 +186,8 @@ class Pipeline:
     def _build(
         self, artifact: Artifact, groups: Mapping[str, Any], inputs: Mapping[str, Path], again: bool
     ) -> None:
-        stage, out = self.stages[artifact.stage].resolved(self.runtime), artifact.folder
+        out = artifact.folder
+        stage = self.stages[artifact.stage].for_groups(groups).resolved(self.runtime)
         with suppress(FileNotFoundError):
             (out / MANIFEST).unlink()
         if again or not stage.resumes:

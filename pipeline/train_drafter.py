@@ -16,7 +16,7 @@ from drafters.training import AnswerLike, Batch
 from drafters.vocabulary import choose_draft_ids, count_tokens, special_ids
 from pipeline.answers import Answers
 from pipeline.build import NamedEntry, build_drafters, fast_dtype, load_target, parent_need
-from pipeline.config import Pool
+from pipeline.config import Pool, changed
 from pipeline.launch import launch, sole_writer
 from pipeline.runtime import Runtime
 from pipeline.stage import Need, Stage, Workspace
@@ -90,6 +90,13 @@ class TrainDrafter(Stage):
     @abstractmethod
     def objective(self) -> Objective:
         """What training minimises."""
+
+    def for_groups(self, groups: Mapping[str, Any]) -> "TrainDrafter":
+        """An entry of the pool may train for longer, or otherwise, than the others."""
+        named: NamedEntry | None = groups.get("entry")
+        if named is None or not named.entry.overrides:
+            return self
+        return changed(self, named.entry.overrides, f"pool.entries.{named.name}.overrides")
 
     def resolved(self, runtime: Runtime) -> "TrainDrafter":
         if self.precision != "auto":

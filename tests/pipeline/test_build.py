@@ -21,6 +21,7 @@ from drafters.lm import LmConfig
 from drafters.lora import LoraConfig
 from drafters.ngram import NgramConfig
 from pipeline.build import (
+    NamedEntry,
     build_drafters,
     build_order,
     drafter_needs,
@@ -29,7 +30,8 @@ from pipeline.build import (
     parent_need,
     select_entry,
 )
-from pipeline.config import Pool, PoolEntry
+from pipeline.compose import compose_config
+from pipeline.config import Pool, PoolEntry, typed
 from pipeline.distill import Distill
 from pipeline.stage import describe
 
@@ -199,3 +201,32 @@ def test_the_dtype_of_a_target(tmp_path: Path) -> None:
         assert str(next(model.parameters()).dtype) == f"torch.{found}"
     with pytest.raises(ValueError, match="dtype=int4 is not known"):
         load_target(config, RUNTIME, dtype="int4")
+
+
+def distill_of(**overrides: Any) -> Distill:
+    """The composed stage as an entry with these overrides trains by it."""
+    stage = typed(compose_config([]).stages.distill, "stages.distill")
+    changed = PoolEntry(
+        drafter=CUT, trained_by="distill", domains=[], init_from=None, overrides=overrides
+    )
+    return stage.for_groups({"entry": NamedEntry("generic", changed)})
+
+
+def test_an_entry_may_train_otherwise_than_the_others() -> None:
+    plain, longer = distill_of(), distill_of(num_steps=0, num_tokens=5000, mix={"tv": 0.5})
+    assert (longer.num_steps, longer.num_tokens, longer.batch_size) == (0, 5000, plain.batch_size)
+    assert longer.mix == {**plain.mix, "tv": 0.5}
+    assert describe(longer) != describe(plain)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"num_step": 5}, r"overrides\.num_step is not a key.*did you mean num_steps"),
+        ({"num_steps": "many"}, r"overrides\.num_steps=many is not an integer"),
+        ({"num_steps": 0}, "must be one positive number and a 0"),
+    ],
+)
+def test_overrides_that_do_not_fit_are_named(overrides: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        distill_of(**overrides)
