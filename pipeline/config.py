@@ -83,6 +83,8 @@ def typed_settings(config: DictConfig) -> Settings:
 
 def typed_pool(node: DictConfig) -> Pool:
     """The pool: entries whose drafters are themselves typed groups."""
+    node = node.copy()
+    OmegaConf.resolve(node)  # an entry may be given another's drafter as ${...}
     entries = {
         str(name): _build(PoolEntry, entry, f"pool.entries.{name}")
         for name, entry in node["entries"].items()
