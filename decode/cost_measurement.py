@@ -3,20 +3,17 @@
 Sizes take turns in a round, so that a slow moment of the machine hits all of them alike.
 """
 
-import hashlib
-import json
 import logging
 import math
-import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean, median
 
 import torch
 from torch import Tensor
 
 from decode.clock import Clock
-from decode.costs import Costs
+from decode.costs import Costs, costs_key, interpolate
 from decode.sampling import RowSampler
 from decode.types import MAX_DRAFT_TOKENS, Drafter, DraftProposal, DraftSession, Sampling, Target
 from decode.verification import Draft, Verifier, select_verifier, verify_drafts
@@ -27,35 +24,6 @@ GROWTH = 2  # tokens by which a measured row grows between two proposals, as an 
 BUSY = 1.5  # median over fastest, above which timings are not to be trusted
 LAWS = (Sampling(), Sampling(temperature=1.0))  # measured: greedy, sampled
 SYNTHETIC_PERIOD = 23  # tokens after which the repeating synthetic context repeats
-
-
-def costs_key(target: Target) -> str:
-    """What costs hold for, in words: processor, threads, backend, and the target's size and
-    type.
-    """
-    device = torch.device(target.device)
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
-    else:
-        machine = f"{_processor()} x{torch.get_num_threads()}"
-    model = getattr(target, "model", None)
-    parameters = [] if model is None else list(model.parameters())
-    shape = [f"{tuple(p.shape)} {p.dtype}" for p in parameters]
-    shape += [f"{target.vocab_size} {target.max_context}"]
-    digest = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:8]
-    return f"{machine}, {target.backend}, target {digest}"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    return (
-        names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
-    )
 
 
 def measure_costs(
@@ -181,6 +149,9 @@ def _verify(verifier: Verifier, logits: Tensor, draft: list[int], law: Sampling)
     verify_drafts(verifier, logits, [Draft(proposal, law, uniforms, None)]).token_ids.tolist()
 
 
+Timings = dict[tuple[str, int], list[float]]  # (who guessed, tokens asked for) -> seconds
+
+
 def _measure_drafter(
     drafter: Drafter,
     rows: Sequence[Sequence[int]],
@@ -193,13 +164,35 @@ def _measure_drafter(
 
     A lookup may match nothing in the rows: then a row that repeats itself shows what a match costs.
     """
-    tables = [_measure_row(drafter, row, timer, lengths, repeats, law) for row in rows]
-    if any(k not in table for table in tables for k in lengths):
+    timings = [_measure_row(drafter, row, timer, lengths, repeats, law) for row in rows]
+    if any(k not in {size for _, size in found} for found in timings for k in lengths):
         turns = 1 + len(rows[0]) // SYNTHETIC_PERIOD
         looped = list(rows[0][:SYNTHETIC_PERIOD]) * turns
-        tables.append(_measure_row(drafter, looped, timer, lengths, repeats, law))
-    found = {k: [table[k] for table in tables if k in table] for k in lengths}
-    return {k: fmean(values) if values else math.nan for k, values in found.items()}
+        timings.append(_measure_row(drafter, looped, timer, lengths, repeats, law))
+    return blended(timings, lengths)
+
+
+def blended(timings: Sequence[Timings], lengths: Sequence[int]) -> dict[int, float]:
+    """Seconds by number of tokens: of each source the mean over rows of its medians, weighted with
+    the share of proposals, of any length, that were the source's.
+
+    A composite guesses now by lookup and now by a model. One median over both would be the seconds
+    of whichever came more often at that length, and the lengths would not compare.
+    """
+    counts: Counter[str] = Counter()
+    medians: dict[str, dict[int, list[float]]] = {}
+    for found in timings:
+        for (source, k), seconds in found.items():
+            counts[source] += len(seconds)
+            medians.setdefault(source, {}).setdefault(k, []).append(median(seconds))
+    tables = {s: {k: fmean(rows) for k, rows in table.items()} for s, table in medians.items()}
+    if not tables:
+        return dict.fromkeys(lengths, math.nan)
+    total = counts.total()
+    return {
+        k: sum(counts[source] / total * interpolate(table, k) for source, table in tables.items())
+        for k in lengths
+    }
 
 
 def _measure_row(
@@ -209,8 +202,8 @@ def _measure_row(
     lengths: Sequence[int],
     repeats: int,
     law: Sampling,
-) -> dict[int, float]:
-    seconds: dict[int, list[float]] = {k: [] for k in lengths}
+) -> Timings:
+    timings: Timings = {}
     session, length = drafter.open(), len(row)
     for turn in range(repeats + 1):  # the first turn warms up
         for k in lengths:
@@ -218,10 +211,10 @@ def _measure_row(
             if length > len(row):  # a row only grows, so begin again with a fresh one
                 session, length = drafter.open(), len(row) // 2 + 1
                 _propose(session, row[:length], 1, timer, law)
-            spent, num_drafted = _propose(session, row[:length], k, timer, law)
-            if turn and num_drafted:
-                seconds[k].append(spent)
-    return {k: median(values) for k, values in seconds.items() if values}
+            spent, proposal = _propose(session, row[:length], k, timer, law)
+            if turn and proposal.token_ids:
+                timings.setdefault((proposal.source, k), []).append(spent)
+    return timings
 
 
 def _measure_first(drafter: Drafter, row: Sequence[int], timer: Timer, repeats: int) -> float:
@@ -235,7 +228,7 @@ def _measure_first(drafter: Drafter, row: Sequence[int], timer: Timer, repeats: 
 @torch.inference_mode()
 def _propose(
     session: DraftSession, row: Sequence[int], k: int, timer: Timer, law: Sampling
-) -> tuple[float, int]:
+) -> tuple[float, DraftProposal]:
     start = timer.now()
     proposal = session.propose(row, k, RowSampler(law, lambda depth: 0.5, None))
-    return timer.now() - start, len(proposal.token_ids)
+    return timer.now() - start, proposal

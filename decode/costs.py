@@ -5,14 +5,19 @@ decoding takes verify(1) + host. Tables hold a few sizes, measured on one machin
 `decode.cost_measurement`, and are interpolated between them.
 """
 
+import hashlib
 import json
 import math
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from decode.types import OFF, Sampling
+import torch
+
+from decode.types import OFF, Sampling, Target
 
 SCHEMA = 1
 
@@ -148,3 +153,32 @@ def _number(value: float | None) -> float:
 
 def _table(values: Mapping[str, float | None]) -> dict[int, float]:
     return {int(size): _number(seconds) for size, seconds in values.items()}
+
+
+def costs_key(target: Target) -> str:
+    """What costs hold for, in words: processor, threads, backend, and the target's size and
+    type.
+    """
+    device = torch.device(target.device)
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    else:
+        machine = f"{_processor()} x{torch.get_num_threads()}"
+    model = getattr(target, "model", None)
+    parameters = [] if model is None else list(model.parameters())
+    shape = [f"{tuple(p.shape)} {p.dtype}" for p in parameters]
+    shape += [f"{target.vocab_size} {target.max_context}"]
+    digest = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:8]
+    return f"{machine}, {target.backend}, target {digest}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    return (
+        names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
+    )

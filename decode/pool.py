@@ -71,7 +71,8 @@ class Pool:
         """The chosen drafter's guess; None where it failed and was dropped."""
         if choice.drafter == OFF:
             return NOTHING
-        if choice.drafter not in self.drafters:  # dropped in this step, on another row
+        drafter = self.drafters.get(choice.drafter)
+        if drafter is None:  # dropped in this step, on another row
             return None
         try:
             proposal = sessions[choice.drafter].propose(token_ids, choice.num_draft_tokens, sampler)
@@ -79,11 +80,11 @@ class Pool:
         except Exception as error:
             self._drop(choice.drafter, error)
             return None
-        if (
-            sampler.greedy or not proposal.token_ids
-        ):  # a one-hot law holds no chance: no row need be read
-            return DraftProposal(proposal.token_ids, None, proposal.source)
-        return proposal
+        # Kinds may be shared and mislead: only a drafter made of others says more than its name.
+        source = proposal.source if _shares(drafter) else choice.drafter
+        # A one-hot law holds no chance: no row need be read.
+        logits = None if sampler.greedy or not proposal.token_ids else proposal.logits
+        return DraftProposal(proposal.token_ids, logits, source)
 
     def _check(self, proposal: DraftProposal, asked: int, sampler: RowSampler) -> None:
         tokens, logits = proposal.token_ids, proposal.logits

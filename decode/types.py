@@ -232,7 +232,7 @@ class StepRecord:
     step: int
     position: int  # verified tokens before the step, prompt included
     drafter: str
-    source: str
+    source: str  # who guessed: the drafter, or the part that a composite used; a name in the pool
     num_draft_tokens: int  # asked for
     num_drafted: int  # proposed
     num_accepted: int

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from decode.cost_measurement import costs_key
-from decode.costs import Costs
+from decode.costs import Costs, costs_key
 from decode.policies.base import PolicyConfig
 from decode.policies.fixed import FixedConfig
 from decode.policies.router_only import RouterOnlyConfig

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from decode import SpeculativeDecoder
 from decode.clock import Clock
-from decode.cost_measurement import costs_key
+from decode.costs import costs_key
 from decode.policies.named import policy_config
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter

@@ -10,8 +10,8 @@ import torch
 
 from decode import SpeculativeDecoder
 from decode.clock import Clock, SystemClock
-from decode.cost_measurement import costs_key, quick_costs
-from decode.costs import Costs
+from decode.cost_measurement import quick_costs
+from decode.costs import Costs, costs_key
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter, Policy
 from drafters.base import BuildContext, target_parts

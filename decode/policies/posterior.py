@@ -105,7 +105,6 @@ class PosteriorSession:
             self.prices,
             rate_memory=config.rate_memory,
             cost_memory=config.cost_memory,
-            switch_horizon=config.switch_horizon,
         )
         self.pricing.start(self.belief.expected_tokens(), policy.lengths)
         self.steps_off = 0
@@ -118,12 +117,14 @@ class PosteriorSession:
             return off("nothing offered", plain)
         expected, tokens = self.belief.expected_tokens(), self._believed_tokens()
         seconds, rate = self.pricing.seconds(), self.pricing.tokens_per_second(expected)
-        scores = tokens - rate * (seconds + self.pricing.catch_up(self.position)[:, None])
+        reading = rate * self.pricing.catch_up(self.position)  # [N] tokens that it costs
+        spread = reading / self.policy.config.switch_horizon  # paid back by the steps that profit
+        scores = tokens - rate * seconds - spread[:, None]
         best = best_arm(scores, arms)
         if best is None:
             return off("no arm has finite costs", plain)
         incumbent = max(best[1], 1 - rate * plain)
-        trial = self._worth_a_trial(scores, rate * seconds, arms, incumbent)
+        trial = self._worth_a_trial(scores, rate * seconds, reading - spread, arms, incumbent)
         index, k = arms[best[0]] if trial is None else trial
         if trial is not None:
             reason = "explore"
@@ -139,9 +140,10 @@ class PosteriorSession:
     def learn(self, record: StepRecord) -> None:
         self.position = record.position + record.num_emitted
         self.pricing.observe(record)
-        index = self.prices.index.get(record.drafter)
-        if index is not None:
-            self.belief.observe(index, record.num_accepted, record.num_drafted)
+        for name in {record.drafter, record.source}:  # a composite's draft is its part's as well
+            index = self.prices.index.get(name)
+            if index is not None:
+                self.belief.observe(index, record.num_accepted, record.num_drafted)
         self.belief.drift()
         self._count_pause(record)
 
@@ -150,13 +152,18 @@ class PosteriorSession:
         return self.belief.expected_tokens()
 
     def _worth_a_trial(
-        self, scores: Floats, prices: Floats, arms: Sequence[tuple[int, int]], incumbent: float
+        self,
+        scores: Floats,
+        prices: Floats,
+        unpaid: Floats,  # [N] of the reading of unseen tokens, what `scores` leave to later steps
+        arms: Sequence[tuple[int, int]],
+        incumbent: float,
     ) -> tuple[int, int] | None:
         """The arm whose expected improvement on the incumbent, while it lasts, most exceeds what
         one draft loses.
 
         Improvement is E[max over K of (N - lambda c) - incumbent]+ under the drafter's own
-        posterior.
+        posterior. A trial may be the only draft, so all of its reading counts as lost.
         """
         left = self.max_new_tokens - (self.position - self.num_prompt_tokens)
         horizon = min(self.policy.config.explore_horizon, left)
@@ -171,8 +178,9 @@ class PosteriorSession:
                 axis=1
             )
             gain = float(self.belief.posterior[index] @ np.maximum(values - incumbent, 0)) * horizon
-            if gain - (incumbent - best[1]) > most:
-                found, most = own[best[0]], gain - (incumbent - best[1])
+            loss = incumbent - best[1] + float(unpaid[index])
+            if gain - loss > most:
+                found, most = own[best[0]], gain - loss
         return found
 
     def _probe_is_due(self) -> bool:

@@ -9,6 +9,7 @@ Everything is a function of the profile and of past records.
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,11 +63,7 @@ class PriceList:
             )
         for name, row in zip(self.drafters, self.draft, strict=True):
             if not np.isfinite(row + self.target).all():
-                self.say(
-                    f"costs of {name}",
-                    "drafter %s has arms without finite costs; they are not chosen",
-                    name,
-                )
+                _say_unpriced(self.drafters, name)
 
     def say(self, key: str, message: str, *values: object) -> None:
         """Warn once per policy, however many rows meet the same trouble."""
@@ -75,18 +72,21 @@ class PriceList:
             log.warning(message, *values)
 
 
+@cache
+def _say_unpriced(pool: tuple[str, ...], drafter: str) -> None:
+    """Once for a pool, though every method that is compared builds policies over it."""
+    log.warning("drafter %s has arms without finite costs; they are not chosen", drafter)
+
+
 class Pricing:
     """One row's lambda, corrections of the profile, and dropped drafters."""
 
-    def __init__(
-        self, prices: PriceList, *, rate_memory: float, cost_memory: float, switch_horizon: float
-    ) -> None:
+    def __init__(self, prices: PriceList, *, rate_memory: float, cost_memory: float) -> None:
         self.prices = prices
         self.rate_memory = rate_memory  # weight of one step in lambda
         self.cost_memory = (
             cost_memory  # weight of one step in the corrections; 0 trusts the profile
         )
-        self.switch_horizon = switch_horizon  # steps over which catching up is paid back
         self.target_scale = 1.0
         self.draft_scale = np.ones(len(prices.drafters))
         self.usable = np.ones(len(prices.drafters), dtype=bool)
@@ -126,15 +126,14 @@ class Pricing:
         return np.where(self.usable[:, None], seconds, np.nan)
 
     def catch_up(self, position: int) -> Floats:  # [N]
-        """Seconds each drafter needs to read what it has not seen, spread over the steps that will
-        profit.
-        """
+        """Seconds each drafter needs to read what it has not seen."""
         costs, missing = self.prices.costs, position - self.read
-        unread = [
-            costs.catch_up_seconds(name, max(int(m), 0))
-            for name, m in zip(self.prices.drafters, missing, strict=True)
-        ]
-        return np.array(unread) / self.switch_horizon
+        return np.array(
+            [
+                costs.catch_up_seconds(name, max(int(m), 0))
+                for name, m in zip(self.prices.drafters, missing, strict=True)
+            ]
+        )
 
     def observe(self, record: StepRecord) -> None:
         """Take in a step's tokens and seconds; a drafter whose seconds are not a number is
@@ -155,7 +154,8 @@ class Pricing:
     def _observe_draft(self, index: int, record: StepRecord) -> float:
         expected = float(self.prices.draft[index, min(record.num_drafted, MAX_DRAFT_TOKENS)])
         caught_up = record.position - self.read[index] <= MAX_DRAFT_TOKENS + 1
-        self.read[index] = record.position
+        for reader in (index, self.prices.index.get(record.source, index)):
+            self.read[reader] = record.position  # a part of a composite shares what it has read
         if not math.isfinite(record.draft_seconds):
             self.usable[index] = False
             self.prices.say(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from decode.clock import VirtualClock
-from decode.cost_measurement import costs_key, measure_costs, quick_costs
-from decode.costs import Costs, interpolate
+from decode.cost_measurement import blended, measure_costs, quick_costs
+from decode.costs import Costs, costs_key, interpolate
 from decode.types import OFF, DraftProposal, DraftSampler, Sampling
 
 VOCAB = 11
@@ -192,6 +192,46 @@ def test_measuring_finds_what_the_fakes_take() -> None:
     assert costs.memory_bytes == {"lm": 28, "silent": 28}
     assert target.rows[0].length == 39  # rolled back
     assert set(target.passes.values()) == {6}  # interleaved: as many of each, the first to warm up
+
+
+def test_who_guesses_now_and_then_is_priced_alike_at_every_length() -> None:
+    """Free lookups and a model of 0.1 a token, half of the proposals each: at every length half of
+    what the model takes, though one median over both is 0 at one length and 0.4 at the other.
+    """
+    found = {
+        ("lookup", 1): [0.0, 0.0, 0.0],
+        ("model", 1): [0.1],
+        ("lookup", 4): [0.0],
+        ("model", 4): [0.4, 0.4, 9.0],
+    }
+    assert blended([found], [1, 4]) == pytest.approx({1: 0.05, 4: 0.2})
+    del found[("model", 1)], found[("lookup", 4)]  # a length at which a part was never asked
+    assert blended([found], [1, 4]) == pytest.approx({1: 0.2, 4: 0.2})
+    assert all(math.isnan(seconds) for seconds in blended([{}], [1, 4]).values())
+
+
+def test_a_composite_is_measured_by_part() -> None:
+    """Lookup at every other length of the row, which not every K meets as often."""
+    clock = Ticking()
+
+    class Now(FakeDrafter):
+        def open(self) -> "NowAndThen":
+            return NowAndThen(self)
+
+    class NowAndThen(FakeDraftSession):
+        def propose(
+            self, token_ids: Sequence[int], num_draft_tokens: int, sampler: DraftSampler
+        ) -> DraftProposal:
+            if len(token_ids) % 4 == 1:
+                return DraftProposal([1], None, "lookup")
+            self.read = len(token_ids)
+            return super().propose(token_ids, num_draft_tokens, sampler)
+
+    costs = measure_costs(FakeTarget(clock), {"both": Now(clock)}, clock, [2], [1, 4, 8], 41, 7)
+    table = costs.draft_seconds["both"]
+    share = table[1] / 0.1
+    assert 0.1 < share < 0.9
+    assert table == pytest.approx({k: share * 0.1 * k for k in (1, 4, 8)})
 
 
 def test_widths_past_the_context_are_left_out() -> None:

@@ -2,7 +2,8 @@
 rejection; an arm chosen that nobody offered; a draft priced longer than the offer; a NaN cost or
 time that poisons every score; a belief that never follows a change of text; a router's prior that
 is ignored, or one that cannot be unlearnt; OFF that never comes or never ends; K that ignores
-costs; choices that depend on a clock or on another row; slow choices.
+costs; what a composite's part did held against the composite alone; a trial that takes its reading
+of the text for free; choices that depend on a clock or on another row; slow choices.
 
 The simulated worlds are seeded, so the figures below are fixed; margins say what would still be
 acceptable.
@@ -21,7 +22,8 @@ from decode.costs import Costs
 from decode.policies.base import PolicyConfig
 from decode.policies.belief import GRID, Belief, depth_tables
 from decode.policies.fixed import FixedConfig
-from decode.policies.posterior import PosteriorConfig
+from decode.policies.posterior import PosteriorConfig, PosteriorSession
+from decode.policies.pricing import _say_unpriced
 from decode.policies.router_only import RouterOnlyConfig
 from decode.policies.thompson import ThompsonConfig
 from decode.policies.ucb1 import Ucb1Config
@@ -262,9 +264,10 @@ def test_an_arm_with_nan_cost_is_dropped_and_said_once(
         table, draft_seconds={**table.draft_seconds, "small": {1: math.nan, 16: math.nan}}
     )
     with caplog.at_level(logging.WARNING):
-        policy = EVERY_POLICY[name].build(table, DRAFTERS, seed=0)
         world = World({"ngram": 0.5, "large": 0.5, "small": 1.0}, table)
+        _say_unpriced.cache_clear()  # an earlier test may have said it
         for row in range(3):
+            policy = EVERY_POLICY[name].build(table, DRAFTERS, seed=0)  # once for all over a pool
             world.run(policy.open(request(f"r{row}", prior(ngram=0.0, small=4.0, large=0.0))), 30)
     assert "small" not in {choice.drafter for choice in world.choices}
     assert sum("small" in line for line in caplog.messages) == 1
@@ -432,6 +435,36 @@ def test_seconds_that_grow_with_the_text_shorten_nothing_by_themselves() -> None
     world.run(row, 150)
     slow = [choice.num_draft_tokens for choice in world.choices[-50:]]
     assert abs(np.mean(usual) - np.mean(slow)) < 2
+
+
+def test_what_a_composites_part_drafts_is_learned_of_the_part_too() -> None:
+    table = replace(costs(), first_token_seconds={"small": 5.0, "large": 5.0}, context_tokens=20)
+    row = session(POSTERIOR, table)
+    assert isinstance(row, PosteriorSession)
+    before = row.belief.acceptance()
+    choice = Choice("large", 4, "data")  # the composite; its part is in the pool as well
+    row.learn(replace(record(0, choice, 0, 4), source="small"))
+    after = row.belief.acceptance()
+    assert after[0] == pytest.approx(before[0], abs=0.01)  # but for the hazard
+    assert (after[1:] < before[1:] - 0.1).all()
+    assert row.pricing.catch_up(20).tolist() == [0.0, 0.0, 0.0]  # one state, so both have read
+
+
+def test_a_trial_pays_for_all_that_it_must_read() -> None:
+    """Reading takes 3 passes: more than a better drafter gains while a find lasts, though a twelfth
+    of it would be less.
+    """
+    table, given = costs(small=0.05, verify=0.05), prior(ngram=0.5, small=0.4, large=-4.0)
+    given = replace(given, sd={**given.sd, "small": 1.5})
+
+    def trials(seconds: float) -> int:
+        dear = replace(table, first_token_seconds={"small": seconds}, context_tokens=20)
+        world = World({"ngram": 0.62, "small": 0.1}, dear)
+        world.run(session(POSTERIOR, dear, given), 3)
+        return sum(choice.drafter == "small" for choice in world.choices)
+
+    assert trials(0.0) > 0
+    assert trials(3.0) == 0
 
 
 # -------------------------------------------------------------------------------------------- basel
