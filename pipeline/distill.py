@@ -75,6 +75,10 @@ class Distill(TrainDrafter):
     def target_in_loop(self) -> bool:
         return self.teacher == "model"
 
+    @property
+    def num_written(self) -> int:
+        return self.onpolicy_tokens if self.onpolicy_share else 0
+
     def is_on_policy(self, step: int, num_steps: int) -> bool:
         since = step - math.ceil(self.onpolicy_from * num_steps)
         if since < 1:

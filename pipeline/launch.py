@@ -120,8 +120,12 @@ def _work(
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     from pipeline.errors import set_up_logging
+    from pipeline.progress import console
 
     set_up_logging(debug=False)
+    if rank > 0:  # all would say the same
+        console.quiet = True
+        logging.getLogger().setLevel(logging.WARNING)
     try:
         _join_group(rank, size, port, runtime)
         result = work(*args)

@@ -71,6 +71,10 @@ class Team:
             torch.distributed.all_reduce(values)
         return values
 
+    def wait(self) -> None:
+        """Until all processes are here."""
+        self.accelerator.wait_for_everyone()
+
 
 def accelerator_on(device: str) -> Accelerator:
     """An accelerator on this kind of device, whichever one an earlier run of this process used."""

@@ -109,6 +109,11 @@ class TrainDrafter(Stage):
         return False
 
     @property
+    def num_written(self) -> int:
+        """Tokens that the drafter adds to a text, at most."""
+        return 0
+
+    @property
     def learns_from_record(self) -> bool:
         """Whether the laws that were kept with the answers are what is learned."""
         return self.objective.needs_teacher and not self.target_in_loop

@@ -6,10 +6,9 @@ for bit; and one of several processes ends with those of a single one, but for r
 """
 
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,37 +17,23 @@ import torch
 from torch import Tensor
 
 from decode.targets.transformers import TransformersTarget
-from drafters.batch_scoring import batch_acceptance
 from drafters.network_drafter import NetworkDrafter
 from drafters.training import Batch, LossModule
 from pipeline.answers import Answer
 from pipeline.checkpoints import delete_checkpoints, load_checkpoint, save_checkpoint, trained
 from pipeline.feed import Fed, Feed, on_device
 from pipeline.history import History
+from pipeline.judge import Judge, State, delete_bests
+from pipeline.optimizer import adamw, learning_rate
 from pipeline.progress import progress
 from pipeline.runtime import Runtime
 from pipeline.team import Team, full, second
 from pipeline.throughput import StepTimer, Weights, Work, speeds, summary
 from pipeline.training_data import BatchOrder, Rows
-from pipeline.validation import acceptance_length, write_report
+from pipeline.validation import write_report
 
 if TYPE_CHECKING:
     from pipeline.train_drafter import TrainDrafter
-
-BEST = "best-"
-
-Passes = list[list[float]]  # [answers, 2]: tokens emitted, target passes
-
-
-@dataclass
-class State:
-    """What a checkpoint remembers beside tensors."""
-
-    before: Passes
-    best: Passes
-    best_step: int = 0
-    num_tokens: int = 0  # answer tokens learned from so far
-    best_num_tokens: int = 0  # when the best was measured
 
 
 class Trainer:
@@ -73,12 +58,14 @@ class Trainer:
     ) -> None:
         self.settings = settings = settings.resolved(runtime)
         self.target, self.runtime, self.drafter = target, runtime, drafter
-        self.name, self.out, self.seed, self.validation = name, out, seed, validation
+        self.name, self.out, self.seed = name, out, seed
         self.team = Team(runtime.resolved_device(), runtime.sharding)
-        self.feed = self._feed(rows)
+        self.judge = Judge(drafter, validation, settings.num_draft_tokens, out, self.team)
+        on_gpu = self.team.device.type == "cuda"
+        self.feed = self._feed(rows, pinned=on_gpu)
         self.num_steps = settings.num_steps or self.feed.num_steps(settings.num_tokens)
         self.history = History(out)
-        self.timer = StepTimer(runtime.make_clock(), self.team.device.type == "cuda")
+        self.timer = StepTimer(runtime.make_clock(), on_gpu)
         self.weights = Weights.of_drafter(drafter.trainable), Weights.of_model(target.model)
         # Shares cannot be measured or saved: with fsdp2 the drafter itself stays whole beside them.
         self.network = second(drafter.trainable) if self.team.shards else drafter.trainable
@@ -87,7 +74,7 @@ class Trainer:
         self.module = self.team.wrap(
             LossModule(self.network, settings.objective, target.vocab_size, settings.chunk_tokens)
         )
-        self.optimizer = self._optimizer()
+        self.optimizer = adamw(trained(self.network).values(), settings, fused=on_gpu)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step; leaves the best drafter, history and validation in `out`."""
@@ -111,14 +98,6 @@ class Trainer:
                 meter.advance()
         return self._finish(state)
 
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine that reaches 0 one step after the last."""
-        warmup = max(1, round(self.settings.warmup_share * self.num_steps))
-        if step <= warmup:
-            return self.settings.learning_rate * step / warmup
-        share = (step - warmup) / (self.num_steps + 1 - warmup)
-        return self.settings.learning_rate * (1 + math.cos(math.pi * share)) / 2
-
     # ------------------------------------------------------------------------------------ a step
 
     def _step(self, step: int, feed: Iterator[list[Fed]]) -> dict[str, float]:
@@ -128,7 +107,7 @@ class Trainer:
         """
         self.timer.start()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+            group["lr"] = learning_rate(self.settings, step, self.num_steps)
         with self.timer.phase("data"):
             batches, works = self._batches(step, next(feed))
         work = sum(works[1:], works[0])
@@ -192,7 +171,7 @@ class Trainer:
             flops += target.forward_flops(work)
         return {
             "loss": loss,
-            "learning_rate": self.learning_rate(step),
+            "learning_rate": learning_rate(self.settings, step, self.num_steps),
             "grad_norm": grad_norm,
             "num_tokens": work.num_predicted,
             **speeds(work, flops, self.timer.read()),
@@ -200,8 +179,15 @@ class Trainer:
 
     # ---------------------------------------------------------------------------- setting up
 
-    def _feed(self, rows: Rows) -> Feed:
+    def _feed(self, rows: Rows, pinned: bool) -> Feed:
         settings, team = self.settings, self.team
+        longest = int(rows.lengths.max()) + settings.num_written
+        room = min(self.drafter.max_context, self.target.max_context)
+        if longest > room:
+            raise ValueError(
+                f"texts of {longest} tokens do not fit a context of {room}; lower max_tokens to "
+                f"{room - settings.num_written} at most"
+            )
         return Feed(
             rows=rows,
             order=BatchOrder(rows.lengths, settings.batch_size, self.seed, settings.row_tokens),
@@ -212,20 +198,8 @@ class Trainer:
             alone=lambda step: settings.is_on_policy(step, self.num_steps),
             index=team.index,
             size=team.size,
-            pinned=team.device.type == "cuda",
+            pinned=pinned,
         )
-
-    def _optimizer(self) -> torch.optim.AdamW:
-        parameters = trained(self.network).values()
-        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-        vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": self.settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        fused = self.team.device.type == "cuda"
-        rate = self.settings.learning_rate
-        return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=fused)
 
     # ------------------------------------------------------------------------------ state on disk
 
@@ -236,40 +210,15 @@ class Trainer:
             if self.team.is_first:
                 self.history.rewind(found["step"])
             return found["step"], State(**found["state"])
-        before = self._measure()
+        state = self.judge.begin()
         if self.team.is_first:
             self.history.rewind(-1)
-            self.history.append(0, self._lengths(before))
-            self.drafter.save(self._best_folder(0))
-        return 0, State(before, before)
+            self.history.append(0, self.judge.curves(state.before))
+        return 0, state
 
     def _validate(self, step: int, state: State) -> dict[str, float]:
-        """Measure; keep the drafter where it is the best so far."""
         self._refresh()
-        passes = self._measure()
-        if acceptance_length(passes) > acceptance_length(state.best):
-            if self.team.is_first:
-                self.drafter.save(self._best_folder(step))
-            state.best, state.best_step = passes, step
-            state.best_num_tokens = state.num_tokens
-        return self._lengths(passes)
-
-    def _measure(self) -> Passes:
-        """Every process measures its share of the validation answers."""
-        table = torch.zeros(len(self.validation), 2, dtype=torch.float64)
-        mine = torch.arange(len(self.validation))[self.team.index :: self.team.size]
-        answers = self.team.share(self.validation)
-        table[mine] = batch_acceptance(self.drafter, answers, self.settings.num_draft_tokens)
-        return self.team.sum(table).tolist()
-
-    def _lengths(self, passes: Passes) -> dict[str, float]:
-        """acceptance_length over all, by domain (/name), by law (@name) and by both."""
-        groups: dict[str, Passes] = {}
-        for answer, counted in zip(self.validation, passes, strict=True):
-            domain, law = f"/{answer.domain}", f"@{answer.law}"
-            for group in ("", domain, law, domain + law):
-                groups.setdefault(f"acceptance_length{group}", []).append(counted)
-        return {name: acceptance_length(groups[name]) for name in sorted(groups)}
+        return self.judge.curves(self.judge.review(step, state))
 
     def _refresh(self) -> None:
         """Give the drafter the weights that the team has now."""
@@ -283,15 +232,13 @@ class Trainer:
         first = self.team.is_first
         save_checkpoint(self.out, step, self.network, self.optimizer, facts, writes=first)
         if first:
-            self._forget(besides=self._best_folder(state.best_step))
+            self.judge.forget_others(state)
 
     def _finish(self, state: State) -> dict[str, Any]:
         """The best drafter becomes the artifact; the report, written last, says all is done."""
+        self.judge.crown(state)
         if not self.team.is_first:
             return {}
-        self.drafter.load(self._best_folder(state.best_step))
-        self.drafter.save(self.out)
-        peak = self.runtime.device_peak_flops()
         facts = {
             "best_step": state.best_step,
             "num_steps": self.num_steps,
@@ -300,27 +247,22 @@ class Trainer:
             "num_rows": len(self.feed.rows),
             "num_parameters": self.drafter.num_parameters,
             "num_processes": self.team.size,
-            **summary(self.history.lines(), self.team.size, peak),
+            **summary(self.history.lines(), self.team.size, self.runtime.device_peak_flops()),
         }
-        num_draft_tokens = self.settings.num_draft_tokens
-        passes = (state.before, state.best)
         metrics = write_report(
-            self.out, self.validation, *passes, self.seed, num_draft_tokens, facts
+            self.out,
+            self.judge.answers,
+            state.before,
+            state.best,
+            self.seed,
+            self.settings.num_draft_tokens,
+            facts,
         )
         clean_up(self.out)
         return metrics
-
-    def _best_folder(self, step: int) -> Path:
-        return self.out / f"{BEST}{step:08d}"
-
-    def _forget(self, besides: Path) -> None:
-        for folder in self.out.glob(f"{BEST}*"):
-            if folder != besides:
-                shutil.rmtree(folder)
 
 
 def clean_up(out: Path) -> None:
     """Remove what only a resumed run needs."""
     delete_checkpoints(out)
-    for folder in out.glob(f"{BEST}*"):
-        shutil.rmtree(folder)
+    delete_bests(out)

@@ -1,8 +1,8 @@
 """Would catch: other rows in a step when more processes share it; gradients averaged where they
-should be summed, or averaged at every micro-batch; a normaliser that one process counts alone;
-moments or shares lost in a checkpoint; a second writer; workers that outlive their parent; an error
-that only a worker's own screen shows, or none at all; draws that follow the process instead of the
-step; the unmeasured share of a drafter saved as the drafter.
+should be summed; a normaliser that one process counts alone; moments or shares lost in a
+checkpoint; a second writer; workers that outlive their parent; an error that only a worker's own
+screen shows, or none at all; draws that follow the process instead of the step; the unmeasured
+share of a drafter saved as the drafter.
 
 Tolerances: 2 processes against 1 within 1e-5 on losses and weights, since sums come in another
 order; killed and resumed against undisturbed, none (bit for bit), on equally many processes.

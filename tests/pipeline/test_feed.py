@@ -226,6 +226,12 @@ def test_the_drafter_writes_in_the_steps_that_are_its_own(
     assert written[0] != written[1] != written[2]
 
 
+def test_text_must_fit_the_context(world: World, tmp_path: Path) -> None:  # noqa: F811
+    stage = distill(**{**ON_POLICY, "onpolicy_tokens": 120})
+    with pytest.raises(ValueError, match="do not fit a context of 128; lower max_tokens to 8"):
+        train(stage, world, tmp_path)
+
+
 def test_operations_are_those_of_the_formula(world: World) -> None:  # noqa: F811
     """Of the tiny target, by hand: 4 layers, 32 wide, 2 of 4 heads for keys and values."""
     model = tiny_model()
