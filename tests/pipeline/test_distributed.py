@@ -97,7 +97,7 @@ def test_a_parent_killed_at_any_moment_leaves_nothing_running_and_goes_on(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_with(together(sharding), settings, world, whole)
     draw = random.Random(5)
-    kill_when_it_has(draw.randint(2, settings["num_steps"]), world, parts, settings, sharding)
+    kill_when_it_has(draw.randint(2, settings["num_steps"] // 2), world, parts, settings, sharding)
     train_with(together(sharding), settings, world, parts)  # at once, while orphans may still live
     assert same_weights(whole, parts)
     assert (whole / "validation.json").read_bytes() == (parts / "validation.json").read_bytes()
@@ -128,9 +128,9 @@ def kill_when_it_has(
     assert len(workers) >= 2
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not (out / "validation.json").exists()
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
+    assert not (out / "validation.json").exists()  # nobody went on to the end
 
 
 def test_a_run_goes_on_with_other_processes(
