@@ -54,10 +54,14 @@ class Batch:
         return len(self.next_ids)
 
     @property
-    def mask(self) -> Tensor:
-        """What `DraftNetwork` takes as attention_mask: [B, T], or [B, 1, T, T] bool if packed."""
+    def mask(self) -> Tensor | None:
+        """What `DraftNetwork` takes as attention_mask: [B, 1, T, T] bool where rows are packed.
+
+        One answer a row needs none: padding stands behind all that is predicted, and without a
+        mask attention runs through the fastest kernels.
+        """
         if self.segments is None:
-            return self.attention_mask
+            return None
         together = self.segments[:, :, None] == self.segments[:, None, :]
         return together.tril()[:, None]
 
