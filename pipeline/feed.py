@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -52,7 +53,10 @@ class Feed:
                 yield turn
                 turn += self.size
 
-        made = ahead(self._made, numbers())
+        begin = None
+        if self.pinned:  # each thread has a current GPU of its own, which pinning would wake
+            begin = partial(torch.cuda.set_device, torch.cuda.current_device())
+        made = ahead(self._made, numbers(), begin)
         try:
             while True:
                 yield list(islice(made, self.accumulate // self.size))

@@ -161,9 +161,14 @@ class BatchOrder:
         return len(first_fit_decreasing(self.lengths[answers].tolist(), self.row_tokens))
 
 
-def ahead(make: Callable[[int], T], numbers: Iterable[int]) -> Generator[T, None, None]:
-    """make(n) of each number in order, the next ones made in a thread while the caller works."""
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+def ahead(
+    make: Callable[[int], T], numbers: Iterable[int], begin: Callable[[], None] | None = None
+) -> Generator[T, None, None]:
+    """make(n) of each number in order, the next ones made in a thread while the caller works.
+
+    The thread calls `begin` first.
+    """
+    with ThreadPoolExecutor(1, "batches", initializer=begin) as pool:
         waiting: deque[Future[T]] = deque()
         try:
             for number in numbers:
