@@ -126,6 +126,11 @@ class TrainDrafter(Stage):
                 f"there is nothing to train {name} on; run stage=regenerate for prompts of its "
                 "domains, or change the entry's domains"
             )
+        if self.learns_from_record and not rows[0].topk_ids.numel():
+            raise ValueError(
+                "the answers were kept without top logits, so there is no recorded law to learn; "
+                "set teacher=model, or run stage=regenerate with num_top_logits above 0"
+            )
         return rows
 
     def is_on_policy(self, step: int, num_steps: int) -> bool:
