@@ -234,7 +234,7 @@ def test_text_must_fit_the_context(world: World, tmp_path: Path) -> None:  # noq
 
 def test_a_law_that_nobody_recorded_is_not_learned(world: World) -> None:  # noqa: F811
     answers = list(Answers(world.answers).rows(split="drafter_train", with_teacher=False))
-    with pytest.raises(ValueError, match="kept without top logits.*set teacher=model"):
+    with pytest.raises(ValueError, match=r"kept without top logits.*set teacher=model"):
         distill().gather(answers, "drafter")
     assert len(distill(teacher="model").gather(answers, "drafter")) == 16
     assert len(finetune().gather(answers, "drafter")) == 16
