@@ -15,7 +15,7 @@ from pipeline.config import ConfigError, Settings, typed, typed_pool, typed_sett
 from pipeline.errors import exit_code, set_up_logging
 from pipeline.manifest import read_manifest
 from pipeline.menu import show_menu
-from pipeline.progress import duration
+from pipeline.progress import WIDE, duration
 from pipeline.stage import Artifact, Pipeline, Stage
 from pipeline.tracking import publish
 
@@ -79,6 +79,10 @@ def run(arguments: Sequence[str]) -> None:
     pipeline.runtime.apply()
     folder = pipeline.run(settings.stage)
     log.info("stage=%s: %s", settings.stage, folder)
+    shown = pipeline.stages[settings.stage].shown(folder)
+    if shown is not None:
+        page = out if out.is_terminal else Console(width=WIDE)
+        page.print(shown, highlight=False)
 
 
 def build_pipeline(config: DictConfig, settings: Settings, overrides: Sequence[str]) -> Pipeline:

@@ -2,17 +2,14 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import Console
-from rich.table import Table
-
+from pipeline.learning import lineage
 from pipeline.manifest import age, read_manifest
 from pipeline.progress import duration
-from pipeline.report import wall_table
+from pipeline.report import as_text, findings
 from pipeline.stage import Need, Stage, Workspace
 
 SUMMARY = "summary.txt"
@@ -40,23 +37,7 @@ class All(Stage):
         lines.append(f"report: {evaluate / 'report.html'}")
         lines.append(f"export: {export} (load_decoder in a new process decodes with it)")
         results = json.loads((evaluate / "results.json").read_text(encoding="utf-8"))
-        text = "\n".join([*lines, "", as_text(wall_table(results)), results["deployment"]]) + "\n"
+        text = "\n".join([*lines, "", as_text(findings(results))]) + "\n"
         (workspace.out / SUMMARY).write_text(text, encoding="utf-8")
         sys.stdout.write(text)
         return {"artifacts": len(seconds), "seconds_of_work": round(sum(seconds.values()), 3)}
-
-
-def as_text(table: Table) -> str:
-    """A table as plain lines, as wide as it wants to be."""
-    console = Console(width=200, no_color=True)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def lineage(folder: Path) -> Iterator[Path]:
-    """The artifacts that `folder` was made from, each before what was made from it, then itself."""
-    root = folder.parent.parent
-    for name in read_manifest(folder)["identity"]["inputs"].values():
-        yield from lineage(root / name)
-    yield folder

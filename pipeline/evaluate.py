@@ -2,32 +2,41 @@
 deploy.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from rich.console import Group
 
 from decode.policies.base import PolicyConfig
 from decode.policies.named import policy_config
 from decode.targets.transformers import TransformersTarget
 from decode.types import Sampling
+from pipeline.answers import Answers
 from pipeline.bench import Bench, open_bench
 from pipeline.build import drafter_needs
 from pipeline.chat import load_prompts, prompt_ids
 from pipeline.files import write_json
 from pipeline.leaderboard import grid, play
+from pipeline.learning import behind
 from pipeline.manifest import git_state, package_versions
 from pipeline.progress import console
 from pipeline.regenerate import balanced
 from pipeline.replay import Case
-from pipeline.report import deployment_sentence, wall_table, write_report
+from pipeline.report import findings, write_report
 from pipeline.runtime import hardware
-from pipeline.scores import ALL, audit, scoreboard
+from pipeline.scores import ALL, HEADLINE_SPLIT, audit, scoreboard
+from pipeline.spans import samples
 from pipeline.stage import Need, Stage, Workspace, describe
-from pipeline.validation import read_metrics
+from pipeline.verdict import best_lengths, deployment_sentence, recommendations, requirements
 from pipeline.wallclock import PLAIN, Cell, EvalPrompt, Journal, Race, make_prompt
+
+RESULTS = "results.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +46,7 @@ class Evaluate(Stage):
     reads: ClassVar[tuple[str, ...]] = ("target", "pool", "policy", "encoder")
     times: ClassVar[bool] = True
     resumes: ClassVar[bool] = True
+    format_version: ClassVar[int] = 2
     summary: ClassVar[str] = "what each part is worth on this machine, and what to deploy"
 
     prompts_per_domain: dict[str, int]
@@ -47,6 +57,7 @@ class Evaluate(Stage):
     replay_prompts_per_domain: int
     replay_policies: list[str]
     num_resamples: int
+    samples_per_domain: int
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_repeats", "num_resamples"):
@@ -62,6 +73,7 @@ class Evaluate(Stage):
     def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
         return {
             "prompts": Need("prepare"),
+            "answers": Need("regenerate"),
             "acceptance": Need("collect"),
             "costs": Need("profile"),
             "router": Need("train_router"),
@@ -78,16 +90,20 @@ class Evaluate(Stage):
             "fixed": {law: list(arm) for law, arm in bench.fixed.items()},
             "wall": scoreboard(cells, race.methods, bench.resampling),
             "audit": audit(cells, self._greedy_laws(), race.prompts, bench.target),
-            "training": training_effect(workspace),
             **self._replay(bench),
         }
         results["replay_error"] = replay_error(results["wall"], results["replay"])
         results["deployment"] = deployment_sentence(results)
-        write_json(workspace.out / "results.json", finite(results))
+        results["recommendations"] = recommendations(results)
+        results["requirements"] = requirements(results)
+        results["samples"] = self._samples(bench, workspace, best_lengths(results))
+        results |= behind(workspace.inputs)
+        write_json(workspace.out / RESULTS, finite(results))
         write_report(results, workspace.out)
-        console.print(wall_table(results))
-        console.print(results["deployment"], style="bold", highlight=False, soft_wrap=True)
         return headline(results)
+
+    def shown(self, out: Path) -> Group:
+        return findings(json.loads((out / RESULTS).read_text(encoding="utf-8")))
 
     def identity(self) -> dict[str, Any]:
         """The settings, with what the names of policies stand for."""
@@ -160,6 +176,18 @@ class Evaluate(Stage):
             arms = grid(cases, bench.costs, self.draft_lengths, bench.resampling)
         return {"grid": arms, "replay": table}
 
+    def _samples(
+        self, bench: Bench, workspace: Workspace, lengths: Mapping[tuple[str, str], int]
+    ) -> list[dict[str, Any]]:
+        """What drafters guess of the target's own answers to test prompts."""
+        answers = Answers(workspace.inputs["answers"]).rows(HEADLINE_SPLIT, with_teacher=False)
+        cases = [case for case in bench.cases(HEADLINE_SPLIT) if case.law in self.temperatures]
+        tokenizer = bench.target.tokenizer
+        assert tokenizer is not None, "prompts were tokenized"
+        decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        number = self.samples_per_domain
+        return samples(cases, answers, decode, lengths, number, workspace.seed)
+
     def _conditions(
         self, bench: Bench, workspace: Workspace, prompts: Sequence[EvalPrompt]
     ) -> dict[str, Any]:
@@ -204,19 +232,6 @@ def limited(cases: Sequence[Case], per_domain: int) -> list[Case]:
             ids.add(case.prompt_id)
             chosen.append(case)
     return chosen
-
-
-def training_effect(workspace: Workspace) -> list[dict[str, Any]]:
-    """What training did to each drafter on validation: acceptance_length before, after, and the
-    gain.
-    """
-    rows = []
-    for name, folder in workspace.inputs.items():
-        metrics = read_metrics(folder) if name.startswith("drafter:") else None
-        if metrics is not None:
-            kept = {key: value for key, value in metrics.items() if "acceptance_length" in key}
-            rows.append({"drafter": name.removeprefix("drafter:"), **kept})
-    return rows
 
 
 def replay_error(

@@ -1,8 +1,11 @@
 """history.jsonl: one JSON object a line, {"step": int, "<curve>": number, ...}."""
 
 import json
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 FILE = "history.jsonl"
 
@@ -37,3 +40,20 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except json.JSONDecodeError:
         return float("inf")
+
+
+def read_history(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """Steps in order with their curve values; of a step that is there twice, the later values."""
+    path = folder / FILE
+    if not path.exists():
+        return
+    steps: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        values = {key: value for key, value in entry.items() if key != "step" and _is_number(value)}
+        steps.setdefault(int(entry["step"]), {}).update(values)
+    yield from sorted(steps.items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,11 +1,12 @@
 """The pictures of an evaluation, as PNG files."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decode.types import OFF
-from pipeline.scores import ALL
+from pipeline.scores import ALL, HEADLINE_SPLIT
 from pipeline.wallclock import PLAIN
 
 if TYPE_CHECKING:
@@ -17,29 +18,33 @@ GREY = "#8a8f98"
 
 
 def draw_all(results: Mapping[str, Any], folder: Path) -> dict[str, Path]:
-    """Name -> PNG: speed of the methods, acceptance against break-even, replayed policies,
-    training.
-    """
-    drawn = {
-        "speed": _speed(results, folder / "speed.png"),
-        "grid": _grid(results, folder / "grid.png"),
-        "replay": _replay(results, folder / "replay.png"),
+    """Name -> PNG of every picture that there is something to show in."""
+    painters = {
+        "speed": (_speed, "wall"),
+        "grid": (_grid, "grid"),
+        "replay": (_replay, "replay"),
+        "acceptance": (_acceptance, "acceptance_by_domain"),
+        "training": (_training, "training"),
+        "curves": (_curves, "curves"),
     }
-    if results["training"]:
-        drawn["training"] = _training(results, folder / "training.png")
-    return drawn
+    return {
+        name: paint(results, folder / f"{name}.png")
+        for name, (paint, rows) in painters.items()
+        if results.get(rows)
+    }
 
 
-def _figure(columns: int, height: float = HEIGHT) -> tuple[Any, list["Axes"]]:
+def _figure(columns: int, height: float = HEIGHT, rows: int = 1) -> tuple[Any, list["Axes"]]:
+    """A figure and its axes, row after row."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=(WIDTH, height), squeeze=False)
-    for axis in axes[0]:
+    figure, axes = pyplot.subplots(rows, columns, figsize=(WIDTH, height), squeeze=False)
+    for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, list(axes[0])
+    return figure, list(axes.flat)
 
 
 def _save(figure: Any, path: Path) -> Path:
@@ -132,4 +137,72 @@ def _training(results: Mapping[str, Any], path: Path) -> Path:
     axis.set_yticks(range(len(results["training"])), [r["drafter"] for r in results["training"]])
     axis.set_ylim(len(results["training"]) - 0.5, -0.5)
     axis.set_xlabel("acceptance_length on validation: before (open), after (filled)")
+    return _save(figure, path)
+
+
+def _acceptance(results: Mapping[str, Any], path: Path) -> Path:
+    """Drafters by domains, acceptance_length in numbers and colour, one map a law."""
+    rows = results["acceptance_by_domain"]
+    laws = {row["law"]: _laws(results).get(row["law"], row["law"]) for row in rows}
+    drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+    domains = list(dict.fromkeys(map(_column, rows)))
+    best = max((x for x in map(_length, rows) if math.isfinite(x)), default=1.0)
+    figure, axes = _figure(len(laws), height=1.5 + 0.36 * len(drafters))
+    for axis, (law, title) in zip(axes, laws.items(), strict=True):
+        cells = {(row["drafter"], _column(row)): _length(row) for row in rows if row["law"] == law}
+        table = [[cells.get((name, domain), math.nan) for domain in domains] for name in drafters]
+        axis.imshow(table, cmap="Blues", vmin=1.0, vmax=max(best, 1.01), aspect="auto")
+        for (name, domain), value in cells.items():
+            is_dark = value - 1 > 0.6 * (best - 1)
+            place = domains.index(domain), drafters.index(name)
+            color = "white" if is_dark else "black"
+            text = f"{value:.2f}" if math.isfinite(value) else "-"
+            axis.text(*place, text, ha="center", va="center", color=color, fontsize=8)
+        axis.set_xticks(range(len(domains)), domains, fontsize=8, rotation=30, ha="right")
+        axis.set_yticks(range(len(drafters)), drafters if axis is axes[0] else [""] * len(drafters))
+        axis.set_title(title, fontsize=10)
+    return _save(figure, path)
+
+
+def _length(row: Mapping[str, Any]) -> float:
+    value = row["acceptance_length"]
+    return math.nan if value is None else float(value)
+
+
+def _column(row: Mapping[str, Any]) -> str:
+    """A domain of the test split by its name; of another split with the split's name."""
+    names = [row["split"], row["domain"]] if row["split"] != HEADLINE_SPLIT else [row["domain"]]
+    return " ".join(dict.fromkeys(names))
+
+
+def _curves(results: Mapping[str, Any], path: Path) -> Path:
+    """Loss on the left, acceptance_length by domain on the right, a row for each drafter."""
+    rows = results["curves"]
+    drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+    figure, axes = _figure(2, height=2.3 * len(drafters), rows=len(drafters))
+    for number, drafter in enumerate(drafters):
+        loss, accepted = axes[2 * number : 2 * number + 2]
+        points: dict[str, list[tuple[int, float]]] = {}
+        for row in rows:
+            if row["drafter"] == drafter:
+                points.setdefault(row["curve"], []).append((row["step"], row["value"]))
+        for curve, found in points.items():
+            if curve == "loss":
+                loss.plot(*zip(*found, strict=True), color="C0", linewidth=1)
+                continue
+            domain = curve.partition("/")[2]
+            accepted.plot(
+                *zip(*found, strict=True),
+                "o-",
+                markersize=2,
+                linewidth=1 if domain else 2,
+                color=None if domain else "black",
+                label=domain or ALL,
+            )
+        loss.set_ylabel(f"{drafter}: loss")
+        accepted.set_ylabel("acceptance_length")
+        if accepted.lines:
+            accepted.legend(fontsize=7, frameon=False)
+    for axis in axes[-2:]:
+        axis.set_xlabel("step")
     return _save(figure, path)

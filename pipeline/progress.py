@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 log = logging.getLogger(__name__)
 
 console = Console(stderr=True)  # log lines and bars share it, so that neither tears the other
+WIDE = 200  # columns of a page that is no terminal: room for every table
 LOG_EVERY_SECONDS = 10.0
 QUIET_SECONDS = 2.0  # work that ends sooner is not worth a line
 

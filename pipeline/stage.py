@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafters.base import DrafterConfig
 from pipeline.digests import model_identity
@@ -19,6 +19,9 @@ from pipeline.files import out_of_space, sweep
 from pipeline.manifest import MANIFEST, check_files, finish, read_manifest
 from pipeline.models import Source
 from pipeline.runtime import Runtime, hardware
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,10 @@ class Stage(ABC):
     @abstractmethod
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Write artifacts under `workspace.out`; return metrics (plain numbers, short text)."""
+
+    def shown(self, out: Path) -> "RenderableType | None":
+        """What a person who asked for this stage reads once its artifact is there."""
+        return None
 
 
 @dataclass(frozen=True)

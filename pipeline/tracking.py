@@ -5,20 +5,20 @@ Tracking never breaks a run: where W&B fails, it is said once and the artifact i
 
 import json
 import logging
-import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline import markup
+from pipeline.history import read_history
 from pipeline.manifest import read_manifest
 from pipeline.stage import Artifact
 
 log = logging.getLogger(__name__)
 
 MODES = ("offline", "online", "disabled")
-HISTORY = "history.jsonl"
 RESULTS = "results.json"
 
 
@@ -106,23 +106,6 @@ def run_config(manifest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_history(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Steps in order with their curve values; of a step that is there twice, the later values."""
-    path = folder / HISTORY
-    if not path.exists():
-        return
-    steps: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        values = {key: value for key, value in entry.items() if key != "step" and _is_number(value)}
-        steps.setdefault(int(entry["step"]), {}).update(values)
-    yield from sorted(steps.items())
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def _media(folder: Path) -> dict[str, Any]:
     """Plots, and every table of results.json: a list of mappings."""
     import wandb
@@ -135,11 +118,19 @@ def _media(folder: Path) -> dict[str, Any]:
     for name, rows in content.items() if isinstance(content, dict) else ():
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             columns = list(dict.fromkeys(key for row in rows for key in row))
-            data = [[_cell(row.get(column)) for column in columns] for row in rows]
+            data = [[_cell(column, row) for column in columns] for row in rows]
             media[f"{name}_table"] = wandb.Table(columns=columns, data=data)
     return media
 
 
-def _cell(value: Any) -> Any:
-    """A value that a table column can hold: containers become text."""
+def _cell(column: str, row: Mapping[str, Any]) -> Any:
+    """A value that a table column can hold: marked text as HTML, other containers as text."""
+    import wandb
+
+    value = row.get(column)
+    if column == "spans" and value:
+        return wandb.Html(
+            f"<style>{markup.SAMPLE_STYLE}</style>{markup.spans(value, row['is_cut'])}",
+            inject=False,
+        )
     return json.dumps(value) if isinstance(value, list | dict) else value

@@ -1,4 +1,4 @@
-"""One sentence: what to deploy on this machine, and what every other drafter would need.
+"""What to deploy on this machine, in one sentence, and what every drafter would need.
 
 A method is recommended for a law only where the whole interval of its measured speed lies above
 plain decoding's.
@@ -15,19 +15,69 @@ Row = Mapping[str, Any]
 
 
 def deployment_sentence(results: Mapping[str, Any]) -> str:
-    """The recommendation with its ratio and interval, law by law, then the needs of each
-    drafter.
-    """
+    """The recommendation with its ratio and interval, law by law."""
     conditions = results["conditions"]
-    laws = conditions["temperatures"].items()
-    clauses = [_recommendation(law, temperature, results["wall"]) for law, temperature in laws]
-    needs = [
-        _need(name, results["grid"], conditions["temperatures"]) for name in conditions["pool"]
+    clauses = [
+        _recommendation(law, temperature, results["wall"])
+        for law, temperature in conditions["temperatures"].items()
     ]
+    return f"On {machine(conditions)} deploy {'; '.join(clauses)}."
+
+
+def recommendations(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The recommendation as fields, one row a law; PLAIN where nothing clears its speed."""
+    rows = []
+    for law, temperature in results["conditions"]["temperatures"].items():
+        best = recommended(law, results["wall"])
+        found = {"method": PLAIN, "arm": "", "speed_ratio": None}
+        if best is not None:
+            found = {name: best[name] for name in found}
+        rows.append({"law": law, "temperature": temperature, **found})
+    return rows
+
+
+def requirements(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each drafter has and needs under each law, at its fastest K by replay.
+
+    Where no arm of it has finite costs K and the figures are None.
+    """
+    rows = []
+    for drafter in results["conditions"]["pool"]:
+        for law, temperature in results["conditions"]["temperatures"].items():
+            best = best_arm_of(drafter, law, results["grid"]) or {}
+            found = {
+                name: best.get(name)
+                for name in ("num_draft_tokens", "acceptance_length", "break_even_length")
+            }
+            rows.append({"drafter": drafter, "law": law, "temperature": temperature, **found})
+    return rows
+
+
+def requirement_lines(rows: Sequence[Row]) -> list[str]:
+    """One line a drafter, as in "code: emits 1.39 a pass, breaks even at 1.96 (T=0, K=3)"."""
+    drafters: dict[str, list[Row]] = {}
+    for row in rows:
+        drafters.setdefault(row["drafter"], []).append(row)
+    return [f"{name}: {'; '.join(map(_requirement, own))}" for name, own in drafters.items()]
+
+
+def _requirement(row: Row) -> str:
+    at = f"T={row['temperature']:g}"
+    if row["num_draft_tokens"] is None:
+        return f"not measured ({at})"
     return (
-        f"On {machine(conditions)} deploy {'; '.join(clauses)}. "
-        f"Acceptance length against what breaks even: {'; '.join(needs)}."
+        f"emits {row['acceptance_length']:.2f} a pass, breaks even at "
+        f"{row['break_even_length']:.2f} ({at}, K={row['num_draft_tokens']})"
     )
+
+
+def best_lengths(results: Mapping[str, Any]) -> dict[tuple[str, str], int]:
+    """(drafter, law) -> K of its fastest arm by replay, where it has one."""
+    return {
+        (row["drafter"], row["law"]): row["num_draft_tokens"]
+        for row in requirements(results)
+        if row["num_draft_tokens"] is not None
+    }
 
 
 def machine(conditions: Mapping[str, Any]) -> str:
@@ -64,11 +114,7 @@ def _recommendation(law: str, temperature: float, wall: Sequence[Row]) -> str:
     if not rivals:
         return f"plain decoding {at} (nothing else was measured)"
     nearest = max(rivals, key=lambda row: row["speed_ratio"]["value"] or -math.inf)
-    return (
-        f"plain decoding {at} ({named(nearest)} comes nearest with {ratio_text(nearest)} its "
-        "speed, "
-        "which does not clear 1)"
-    )
+    return f"plain decoding {at} ({named(nearest)}, {ratio_text(nearest)}, does not clear 1)"
 
 
 def named(row: Row) -> str:
@@ -82,23 +128,6 @@ def ratio_text(row: Row) -> str:
     if ratio["low"] is None or math.isnan(ratio["low"]):
         return f"{ratio['value']:.2f}x [no interval from {ratio['num']} prompt]"
     return f"{ratio['value']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-
-
-def _need(drafter: str, grid: Sequence[Row], temperatures: Mapping[str, float]) -> str:
-    """As in "code K=3 has 1.92 of 1.71 at temperature 0"."""
-    parts = []
-    for law, temperature in temperatures.items():
-        best = best_arm_of(drafter, law, grid)
-        if best is None:
-            parts.append(f"nothing measured at temperature {temperature:g}")
-            continue
-        has, needs = best["acceptance_length"], best["break_even_length"]
-        verb = "has" if has >= needs else "has only"
-        parts.append(
-            f"{verb} {has:.2f} and needs {needs:.2f} at temperature {temperature:g} "
-            f"(K={best['num_draft_tokens']})"
-        )
-    return f"{drafter} " + ", ".join(parts)
 
 
 def best_arm_of(drafter: str, law: str, grid: Sequence[Row]) -> Row | None:

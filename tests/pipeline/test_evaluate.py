@@ -9,12 +9,13 @@ must be equal to the last digit.
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_target_folder
+from tiny import tiny_target_folder, tiny_tokenizer
 from workspace import prompt, tiny_config, write_prompts
 from world import HashEncoder
 
@@ -22,9 +23,11 @@ from decode.policies.named import policy_config
 from drafters.lm import LmConfig
 from drafters.ngram import NgramConfig
 from pipeline import bench, train_router
+from pipeline.answers import Answers
 from pipeline.collect import Collect
 from pipeline.config import Pool, PoolEntry
 from pipeline.evaluate import Evaluate
+from pipeline.manifest import finish
 from pipeline.models import EncoderConfig
 from pipeline.profile import Profile
 from pipeline.regenerate import Regenerate
@@ -44,6 +47,7 @@ EVALUATE = Evaluate(
     replay_prompts_per_domain=0,
     replay_policies=["thompson", "thompson_flat", "ucb1", "router_only"],
     num_resamples=50,
+    samples_per_domain=1,
 )
 
 
@@ -76,12 +80,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
         split: [prompt(10 * i + n, d, words=4) for n in range(4) for d in domains]
         for i, split in enumerate(SPLITS)
     }
-    inputs = {"prompts": write_prompts(root / "prompts", rows)}
+    inputs = {"prompts": write_prompts(root / "prepare" / "0", rows)}
+    finish(inputs["prompts"], {"stage": "prepare", "inputs": {}}, {}, time.time())
 
     def run(name: str, stage: Any, key: str) -> None:
-        out = root / name
-        out.mkdir()
+        out = root / name / "0"
+        out.mkdir(parents=True)
         stage.run(Workspace(groups, inputs, out, 3, RUNTIME))
+        lineage = {name: f"{path.parent.name}/0" for name, path in inputs.items()}
+        finish(out, {"stage": name, "inputs": lineage}, {}, time.time() - 2)
         inputs[key] = out
 
     everywhere = dict.fromkeys(SPLITS, 0)
@@ -110,6 +117,7 @@ def regenerate(everywhere: dict[str, int]) -> Regenerate:
         shard_rows=64,
         num_top_logits=4,
         dtype="float32",
+        engine="padded",
     )
 
 
@@ -218,7 +226,11 @@ def test_the_report_stands_alone_and_says_what_to_deploy(
     assert "<link" not in page
     assert 'src="http' not in page
     assert results["deployment"].endswith(".")
-    assert {"ngram", "cut"} <= set(results["deployment"].replace(",", "").split())
+    assert {row["drafter"] for row in results["requirements"]} == {"ngram", "cut"}
+    assert [row["law"] for row in results["recommendations"]] == ["greedy", "sampled"]
+    stages = {row["stage"]: row["seconds"] for row in results["stage_seconds"]}
+    assert list(stages) == ["prepare", "regenerate", "collect", "profile", "train_router"]
+    assert stages["collect"] > 2
     assert {row["policy"] for row in results["replay"]} >= {
         "plain",
         "best fixed",
@@ -231,6 +243,25 @@ def test_the_report_stands_alone_and_says_what_to_deploy(
         "router_only + router",
         "oracle: best arm of each prompt",
     }
+
+
+def test_samples_are_the_targets_text_and_agree_with_replay(
+    built: Any, done: tuple[Path, dict[str, Any]]
+) -> None:
+    answers = Answers(built[1]["answers"])
+    texts = {(a.id, a.law): a.answer_ids.tolist() for a in answers.rows("test")}
+    rows = done[1]["samples"]
+    assert {(row["domain"], row["law"], row["drafter"]) for row in rows} == {
+        (domain, law, drafter)
+        for domain in ("code", "chat")
+        for law in ("greedy", "sampled")
+        for drafter in ("ngram", "cut")
+    }
+    decode = tiny_tokenizer().decode
+    for row in rows:
+        assert "".join(text for _, text in row["spans"]) == decode(texts[row["id"], row["law"]])
+    fastest = {(r["drafter"], r["law"]): r["num_draft_tokens"] for r in done[1]["requirements"]}
+    assert all(fastest[row["drafter"], row["law"]] == row["num_draft_tokens"] for row in rows)
 
 
 def test_costs_of_another_machine_are_refused(built: Any, tmp_path: Path) -> None:

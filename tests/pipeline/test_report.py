@@ -7,6 +7,7 @@ table.
 
 import json
 import math
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,15 @@ import pytest
 from rich.console import Console
 
 from pipeline.evaluate import finite, replay_error
-from pipeline.report import audit_text, wall_table, write_report
-from pipeline.verdict import deployment_sentence, recommended
+from pipeline.report import as_text, audit_text, findings, wall_table, write_report
+from pipeline.verdict import (
+    best_lengths,
+    deployment_sentence,
+    recommendations,
+    recommended,
+    requirement_lines,
+    requirements,
+)
 
 METHODS = ("plain", "best fixed", "router only", "policy cold", "policy + router")
 
@@ -126,6 +134,82 @@ def results(greedy: dict[str, Any], sampled: dict[str, Any]) -> dict[str, Any]:
         "training": [{"drafter": "code", **training}],
         "replay_error": [],
         "deployment": "Deploy & see.",
+        "requirements": [
+            requirement("ngram", "greedy", 0.0, (4, 1.71, 1.29)),
+            requirement("ngram", "sampled", 0.8, (4, 1.71, 1.29)),
+            requirement("code", "greedy", 0.0, (2, 1.5, 1.9)),
+            requirement("code", "sampled", 0.8, (None, None, None)),
+        ],
+    }
+
+
+def requirement(
+    drafter: str, law: str, temperature: float, figures: tuple[Any, Any, Any]
+) -> dict[str, Any]:
+    names = ("num_draft_tokens", "acceptance_length", "break_even_length")
+    found = dict(zip(names, figures, strict=True))
+    return {"drafter": drafter, "law": law, "temperature": temperature, **found}
+
+
+def with_learning(found: dict[str, Any]) -> dict[str, Any]:
+    """The same results with everything that newer stages add."""
+    curves = [
+        {"drafter": drafter, "curve": curve, "step": step, "value": 1 + 1 / (step + 1)}
+        for drafter in ("code", "generic")
+        for curve in ("loss", "acceptance_length", "acceptance_length/chat")
+        for step in (0, 10, 20)
+    ]
+    acceptance = [
+        {
+            "drafter": drafter,
+            "domain": domain,
+            "split": split,
+            "law": law,
+            "tokens": 500,
+            "passes": 400,
+            "acceptance_length": value,
+            "low": 1.0,
+            "high": None,
+        }
+        for law in ("greedy", "sampled", "elsewhere")
+        for drafter, value in (("ngram", 1.25), ("code<b>", math.nan))
+        for split, domain in (("test", "code"), ("test", "chat"), ("mixed", "mixed"))
+    ]
+    cost = {
+        "drafter": "code",
+        "stage": "finetune",
+        "seconds": 75.0,
+        "step_seconds": 61.0,
+        "num_steps": 200,
+        "best_step": 0,
+        "num_tokens": 12345,
+        "tokens_per_second": 1999.7,
+        "flop_utilisation": 0.314,
+        "num_processes": 2,
+        "num_parameters": 15_339_456,
+        "hardware": "GPU & co",
+    }
+    unknown = dict.fromkeys(cost, None) | {"drafter": "old", "stage": "distill"}
+    sample = {
+        "id": "p1",
+        "domain": "chat",
+        "law": "greedy",
+        "temperature": 0.0,
+        "drafter": "ngram",
+        "num_draft_tokens": 4,
+        "acceptance_length": 1.5,
+        "prompt": "What is <b>?\nSay it.",
+        "is_cut": True,
+        "spans": [["target", "It "], ["accepted", "is </p>"], ["refused", " &lt;"]],
+    }
+    return found | {
+        "curves": curves,
+        "acceptance_by_domain": acceptance,
+        "training_cost": [cost, unknown | {"seconds": 3.0, "hardware": "CPU"}],
+        "stage_seconds": [
+            {"stage": "prepare", "signature": "0ab1", "seconds": 0.4, "hardware": "CPU"}
+        ],
+        "samples": [sample, sample | {"drafter": "code", "is_cut": False}, sample | {"id": "p2"}],
     }
 
 
@@ -171,20 +255,36 @@ def test_domains_do_not_speak_for_all() -> None:
     assert recommended("greedy", found["wall"]) is None
 
 
-def test_every_drafter_is_told_what_it_has_and_needs_at_its_best_k() -> None:
-    sentence = deployment_sentence(results(greedy={}, sampled={}))
-    assert "ngram has 1.71 and needs 1.29 at temperature 0 (K=4)" in sentence
-    assert "code has only 1.50 and needs 1.90 at temperature 0 (K=2)" in sentence
+def test_one_sentence_and_its_fields_say_the_same() -> None:
+    found = results(greedy={"policy cold": ratio(1.4, 1.3, 1.5)}, sampled={})
+    sentence = deployment_sentence(found)
     assert sentence.count("\n") == 0
     assert sentence.endswith(".")
+    assert ". " not in sentence
+    greedy, sampled = recommendations(found)
+    assert greedy["law"] == "greedy"
+    assert greedy["method"] == "policy cold"
+    assert greedy["speed_ratio"] == ratio(1.4, 1.3, 1.5)
+    assert (sampled["method"], sampled["speed_ratio"]) == ("plain", None)
 
 
-def test_a_drafter_without_finite_costs_is_said_to_be_unmeasured() -> None:
+def test_every_drafter_is_told_what_it_has_and_needs_at_its_best_k() -> None:
     found = results(greedy={}, sampled={})
     for row in found["grid"]:
-        if row["drafter"] == "code":
+        if (row["drafter"], row["law"]) == ("code", "sampled"):
             row["tokens_per_second"] = math.nan
-    assert "code nothing measured at temperature 0" in deployment_sentence(found)
+    rows = requirements(found)
+    assert rows == found["requirements"]
+    assert requirement_lines(rows) == [
+        "ngram: emits 1.71 a pass, breaks even at 1.29 (T=0, K=4); "
+        "emits 1.71 a pass, breaks even at 1.29 (T=0.8, K=4)",
+        "code: emits 1.50 a pass, breaks even at 1.90 (T=0, K=2); not measured (T=0.8)",
+    ]
+    assert best_lengths(found) == {
+        ("ngram", "greedy"): 4,
+        ("ngram", "sampled"): 4,
+        ("code", "greedy"): 2,
+    }
 
 
 def test_the_page_is_whole_and_escapes_what_it_shows(tmp_path: Path) -> None:
@@ -197,8 +297,55 @@ def test_the_page_is_whole_and_escapes_what_it_shows(tmp_path: Path) -> None:
     assert "nan" not in page.replace("nant", "").lower().split("base64")[0]
     for word in ("break-even length", "acceptance length", "Conditions", "epyc"):
         assert word.lower() in page.lower()
+    assert "<li>code: emits 1.50 a pass, breaks even at 1.90 (T=0, K=2)" in page
     names = sorted(path.name for path in tmp_path.glob("*.png"))
     assert names == ["grid.png", "replay.png", "speed.png", "training.png"]
+
+
+def test_what_was_learned_is_on_the_page(tmp_path: Path) -> None:
+    found = with_learning(results(greedy={}, sampled={}))
+    page = write_report(found, tmp_path).read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 6
+    assert {path.stem for path in tmp_path.glob("*.png")} >= {"acceptance", "curves"}
+    text = "<td>code</td><td>finetune</td><td>1 min 15 s</td><td>1 min 1 s</td><td>200</td>"
+    assert text + "<td>0: its start was best</td><td>12,345</td><td>2,000</td><td>31%</td>" in page
+    assert "2 x GPU &amp; co" in page
+    assert "<td>old</td><td>distill</td><td>3.0 s</td>" + 7 * "<td>-</td>" + "<td>CPU</td>" in page
+    assert "<td>prepare</td><td>0ab1</td><td>0.4 s</td>" in page
+    assert "code&lt;b&gt;" in page
+    assert "code<b>" not in page
+    Outline().feed(page)
+
+
+def test_samples_are_marked_escaped_and_grouped_by_prompt(tmp_path: Path) -> None:
+    found = with_learning(results(greedy={}, sampled={}))
+    page = write_report(found, tmp_path).read_text(encoding="utf-8")
+    marked = (
+        '<span class="accepted">is &lt;/p&gt;</span><span class="refused"> &amp;lt;</span> …</p>'
+    )
+    assert page.count(marked) == 2  # the third is whole
+    assert page.count("chat, temperature 0: What is &lt;b&gt;? Say it.</summary>") == 2
+    assert page.count("<details open>") == 1
+    assert "ngram, K=4: 1.50 tokens a pass" in page
+
+
+class Outline(HTMLParser):
+    """Refuses a page whose tags do not close in order, or that asks for another file."""
+
+    VOID = frozenset({"meta", "img", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        asked = [value or "" for name, value in attrs if name in ("src", "href")]
+        assert all(value.startswith("data:") for value in asked)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
 
 
 def test_pictures_of_equal_results_are_equal(tmp_path: Path) -> None:
@@ -217,6 +364,15 @@ def test_the_terminal_table_shows_all_methods_of_both_laws() -> None:
     assert text.count("policy + router") == 2
     assert "best fixed (ngram K=4)" in text
     assert "1.20x [1.10, 1.30]" in text
+
+
+def test_where_no_terminal_is_nothing_wraps() -> None:
+    found = results(greedy={"best fixed": ratio(1.2, 1.1, 1.3)}, sampled={})
+    found["deployment"] = "word " * 80
+    lines = as_text(findings(found)).splitlines()
+    assert any("best fixed (ngram K=4)" in line and "1.20x [1.10, 1.30]" in line for line in lines)
+    assert ("word " * 80).strip() in lines
+    assert lines[-1].startswith("  code: emits 1.50 a pass")
 
 
 def test_the_audit_says_what_differed_and_how_near_the_tie_was() -> None:
