@@ -46,6 +46,11 @@ def spans(marked: Sequence[Sequence[str]], is_cut: bool) -> str:
     return f'<p class="sample">{"".join(parts)}{" …" if is_cut else ""}</p>'
 
 
+def bracketed(marked: Sequence[Sequence[str]]) -> str:
+    """The same without colours, for places that hold plain text: accepted spans in brackets."""
+    return "".join(f"⟦{text}⟧" if kind == "accepted" else text for kind, text in marked)
+
+
 def samples(rows: Sequence[Mapping[str, Any]]) -> str:
     """Sample rows, those of one prompt and law together, the first open."""
     blocks: list[str] = []

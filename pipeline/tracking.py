@@ -5,7 +5,6 @@ Tracking never breaks a run: where W&B fails, it is said once and the artifact i
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -107,7 +106,7 @@ def run_config(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _media(folder: Path) -> dict[str, Any]:
-    """Plots, and every table of results.json: a list of mappings."""
+    """Plots, every table of results.json (a list of mappings), and samples as a page too."""
     import wandb
 
     media: dict[str, Any] = {
@@ -118,19 +117,16 @@ def _media(folder: Path) -> dict[str, Any]:
     for name, rows in content.items() if isinstance(content, dict) else ():
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             columns = list(dict.fromkeys(key for row in rows for key in row))
-            data = [[_cell(column, row) for column in columns] for row in rows]
+            data = [[_cell(column, row.get(column)) for column in columns] for row in rows]
             media[f"{name}_table"] = wandb.Table(columns=columns, data=data)
+    if isinstance(content, dict) and content.get("samples"):
+        page = f"<style>{markup.SAMPLE_STYLE}</style>{markup.samples(content['samples'])}"
+        media["samples"] = wandb.Html(page, inject=False)
     return media
 
 
-def _cell(column: str, row: Mapping[str, Any]) -> Any:
-    """A value that a table column can hold: marked text as HTML, other containers as text."""
-    import wandb
-
-    value = row.get(column)
+def _cell(column: str, value: Any) -> Any:
+    """A value that a table column can hold: containers become text, accepted spans in brackets."""
     if column == "spans" and value:
-        return wandb.Html(
-            f"<style>{markup.SAMPLE_STYLE}</style>{markup.spans(value, row['is_cut'])}",
-            inject=False,
-        )
+        return markup.bracketed(value)
     return json.dumps(value) if isinstance(value, list | dict) else value

@@ -2,7 +2,8 @@
 
 Would catch: a curve that is lost, shifted or has the wrong step; a step of a resumed run logged
 twice; a config without identity or lineage; a run id that is not the artifact's; a table or a plot
-left out; a W&B failure that breaks a run or is repeated; anything sent while tracking is disabled.
+left out, or marked text that is not escaped; a W&B failure that breaks a run or is repeated;
+anything sent while tracking is disabled.
 """
 
 import json
@@ -19,9 +20,10 @@ import wandb
 from wandb.proto import wandb_internal_pb2
 
 from pipeline import tracking
+from pipeline.history import read_history
 from pipeline.manifest import finish
 from pipeline.stage import Artifact
-from pipeline.tracking import Tracking, publish, read_history
+from pipeline.tracking import Tracking, publish
 
 BLOCK_BYTES, FILE_HEADER_BYTES, CHUNK_HEADER_BYTES = 32768, 7, 7
 FLUSH_SECONDS = 20.0  # a bound against hanging; it takes milliseconds
@@ -146,6 +148,28 @@ def test_tables_and_plots_are_logged(tmp_path):
     content = json.loads(table.read_text())
     assert content["columns"] == ["arm", "speed", "k"]
     assert content["data"] == [["ngram", 2.0, "[1, 2]"], ["off", None, None]]
+
+
+def test_samples_are_marked_and_curves_have_their_domains(tmp_path):
+    marked = [["accepted", "</p>x"], ["refused", " y"], ["accepted", "z"]]
+    facts = {"id": "p", "domain": "chat", "temperature": 0.0, "prompt": "?", "is_cut": False}
+    row = {"drafter": "ngram", "num_draft_tokens": 3, "acceptance_length": 1.5, **facts}
+    results = json.dumps({"samples": [{**row, "spans": marked}]})
+    history = '{"step": 3, "acceptance_length/chat": 1.5, "acceptance_length/chat@greedy": 1.6}\n'
+    made = artifact(tmp_path, results__json=results, history__jsonl=history)
+    publish(mode("offline"), made, tmp_path)
+    (logged,) = read_back(tmp_path)["history"].values()
+    assert logged["acceptance_length/chat"] == 1.5
+    assert logged["acceptance_length/chat@greedy"] == 1.6
+    (table,) = tmp_path.glob("wandb/offline-*/files/media/table/*.json")
+    content = json.loads(table.read_text())
+    assert content["data"][0][content["columns"].index("spans")] == "⟦</p>x⟧ y⟦z⟧"
+    assert logged["samples"]["_type"] == "html-file"
+    (page,) = tmp_path.glob("wandb/offline-*/files/media/html/*.html")
+    text = page.read_text()
+    assert '<span class="accepted">&lt;/p&gt;x</span><span class="refused"> y</span>' in text
+    assert "ngram, K=3: 1.50 tokens a pass" in text
+    assert ".accepted {" in text
 
 
 def test_disabled_means_nothing(tmp_path, monkeypatch):
