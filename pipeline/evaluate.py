@@ -97,7 +97,7 @@ class Evaluate(Stage):
         results["recommendations"] = recommendations(results)
         results["requirements"] = requirements(results)
         results["samples"] = self._samples(bench, workspace, best_lengths(results))
-        results |= behind(workspace.inputs)
+        results |= behind(workspace.inputs, timed=workspace.runtime.clock == "system")
         write_json(workspace.out / RESULTS, finite(results))
         write_report(results, workspace.out)
         return headline(results)

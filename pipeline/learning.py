@@ -24,14 +24,18 @@ MEASURED = (
 Point = tuple[int, float]
 
 
-def behind(inputs: Mapping[str, Path]) -> dict[str, list[dict[str, Any]]]:
-    """How the trained drafters among a stage's inputs came about, and what everything took."""
+def behind(inputs: Mapping[str, Path], timed: bool) -> dict[str, list[dict[str, Any]]]:
+    """How the trained drafters among a stage's inputs came about, and what everything took.
+
+    Unless `timed`, seconds that manifests hold are None: they come from the system's clock, and
+    would tell two runs under a virtual one apart.
+    """
     trained = trained_drafters(inputs)
     return {
         "training": training_effect(trained),
         "curves": curves(trained),
-        "training_cost": training_costs(trained),
-        "stage_seconds": stage_seconds(inputs.values()),
+        "training_cost": training_costs(trained, timed),
+        "stage_seconds": stage_seconds(inputs.values(), timed),
     }
 
 
@@ -84,7 +88,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return [(run[-1][0], fmean(value for _, value in run)) for run in runs]
 
 
-def training_costs(folders: Mapping[str, Path]) -> list[dict[str, Any]]:
+def training_costs(folders: Mapping[str, Path], timed: bool) -> list[dict[str, Any]]:
     """One row a trained drafter; None where its artifact does not say.
 
     `seconds` are those of the process that finished it, loading and measuring included;
@@ -99,7 +103,7 @@ def training_costs(folders: Mapping[str, Path]) -> list[dict[str, Any]]:
             {
                 "drafter": drafter,
                 "stage": manifest["identity"]["stage"],
-                "seconds": manifest["seconds"],
+                "seconds": manifest["seconds"] if timed else None,
                 "step_seconds": sum(known) if known else None,
                 **{name: manifest["metrics"].get(name) for name in MEASURED},
                 "hardware": processor(manifest),
@@ -116,7 +120,7 @@ def processor(manifest: Mapping[str, Any]) -> str:
     return f"{hardware['cpu']} ({hardware['cores']} cores)"
 
 
-def stage_seconds(folders: Iterable[Path]) -> list[dict[str, Any]]:
+def stage_seconds(folders: Iterable[Path], timed: bool) -> list[dict[str, Any]]:
     """Seconds of every artifact that these were made from, and of these, each listed once."""
     found = dict.fromkeys(path for folder in folders for path in lineage(folder))
     rows = []
@@ -126,7 +130,7 @@ def stage_seconds(folders: Iterable[Path]) -> list[dict[str, Any]]:
             {
                 "stage": folder.parent.name,
                 "signature": folder.name,
-                "seconds": manifest["seconds"],
+                "seconds": manifest["seconds"] if timed else None,
                 "hardware": processor(manifest),
             }
         )

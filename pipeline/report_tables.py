@@ -144,8 +144,8 @@ def cost_table(results: Results) -> str:
         [
             row["drafter"],
             row["stage"],
-            duration(row["seconds"]),
-            "-" if row["step_seconds"] is None else duration(row["step_seconds"]),
+            _time(row["seconds"]),
+            _time(row["step_seconds"]),
             _count(row["num_steps"]),
             "0: its start was best" if row["best_step"] == 0 else _count(row["best_step"]),
             _count(row["num_tokens"]),
@@ -164,6 +164,10 @@ def _machines(row: Mapping[str, Any]) -> str:
     return row["hardware"] if processes == 1 else f"{processes} x {row['hardware']}"
 
 
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
+
+
 def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
@@ -171,7 +175,7 @@ def _count(value: float | None) -> str:
 def stage_table(results: Results) -> str:
     """Seconds of every artifact behind the results."""
     rows = [
-        [row["stage"], row["signature"], duration(row["seconds"]), row["hardware"]]
+        [row["stage"], row["signature"], _time(row["seconds"]), row["hardware"]]
         for row in results.get("stage_seconds", [])
     ]
     return markup.table(("stage", "artifact", "time", "on"), rows) if rows else ""

@@ -105,6 +105,15 @@ def test_a_stage_runs_and_is_found_again(capsys, tmp_path, monkeypatch):
     assert manifest.stat().st_mtime_ns > before
 
 
+def test_what_was_asked_for_is_shown_each_time_and_no_line_wraps(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "pipeline.prepare.Prepare.shown", lambda self, out: "x" * 150, raising=False
+    )
+    for _ in range(2):  # built, then found again
+        _, out, _ = run(capsys, "stage=prepare", "tracking=disabled", "root=made")
+        assert out.splitlines()[-1] == "x" * 150
+
+
 @pytest.mark.parametrize("flags", [(), ("--help",), ("seed=1",), ("-h", "stage=prepare")])
 def test_the_menu_lists_every_stage_and_builds_nothing(capsys, tmp_path, flags):
     code, out, _ = run(capsys, *flags)

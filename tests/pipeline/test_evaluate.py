@@ -31,6 +31,7 @@ from pipeline.manifest import finish
 from pipeline.models import EncoderConfig
 from pipeline.profile import Profile
 from pipeline.regenerate import Regenerate
+from pipeline.report import as_text
 from pipeline.runtime import Runtime
 from pipeline.stage import Workspace
 from pipeline.train_router import TrainRouter
@@ -228,9 +229,9 @@ def test_the_report_stands_alone_and_says_what_to_deploy(
     assert results["deployment"].endswith(".")
     assert {row["drafter"] for row in results["requirements"]} == {"ngram", "cut"}
     assert [row["law"] for row in results["recommendations"]] == ["greedy", "sampled"]
-    stages = {row["stage"]: row["seconds"] for row in results["stage_seconds"]}
-    assert list(stages) == ["prepare", "regenerate", "collect", "profile", "train_router"]
-    assert stages["collect"] > 2
+    stages = [row["stage"] for row in results["stage_seconds"]]
+    assert stages == ["prepare", "regenerate", "collect", "profile", "train_router"]
+    assert results["deployment"] in as_text(EVALUATE.shown(out))
     assert {row["policy"] for row in results["replay"]} >= {
         "plain",
         "best fixed",

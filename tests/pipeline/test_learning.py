@@ -69,7 +69,7 @@ def test_long_curves_are_thinned_to_their_end(number: int) -> None:
 def test_costs_are_those_of_the_artifact_and_what_is_unknown_is_none(
     inputs: dict[str, Path],
 ) -> None:
-    new, old = training_costs({n: inputs[f"drafter:{n}"] for n in ("generic", "code")})
+    new, old = training_costs({n: inputs[f"drafter:{n}"] for n in ("generic", "code")}, timed=True)
     assert {name: new[name] for name in METRICS} == METRICS
     assert new["step_seconds"] == pytest.approx(0.75)
     assert new["seconds"] >= 3
@@ -79,17 +79,27 @@ def test_costs_are_those_of_the_artifact_and_what_is_unknown_is_none(
 
 
 def test_every_artifact_behind_is_listed_once_its_own_inputs_first(inputs: dict[str, Path]) -> None:
-    rows = stage_seconds(inputs.values())
+    rows = stage_seconds(inputs.values(), timed=True)
     assert [row["stage"] for row in rows] == ["prepare", "regenerate", "distill", "finetune"]
     assert rows[0]["signature"] == "p"
     assert all(row["seconds"] >= 3 for row in rows)
 
 
 def test_nothing_trained_is_nothing_to_tell(inputs: dict[str, Path]) -> None:
-    found = behind({"answers": inputs["answers"]})
+    found = behind({"answers": inputs["answers"]}, timed=False)
     assert (found["curves"], found["training"], found["training_cost"]) == ([], [], [])
     assert len(found["stage_seconds"]) == 2
-    assert len(behind(inputs)["training_cost"]) == 2
+    assert len(behind(inputs, timed=False)["training_cost"]) == 2
+
+
+def test_two_runs_under_a_virtual_clock_tell_the_same(inputs: dict[str, Path]) -> None:
+    """The system's seconds are in the manifests all the same."""
+    before = behind(inputs, timed=False)
+    for folder in inputs.values():
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "seconds": 99.0}))
+    assert behind(inputs, timed=False) == before
+    assert behind(inputs, timed=True) != before
 
 
 @pytest.mark.parametrize(
