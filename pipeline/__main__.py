@@ -82,7 +82,7 @@ def run(arguments: Sequence[str]) -> None:
     shown = pipeline.stages[settings.stage].shown(folder)
     if shown is not None:
         page = out if out.is_terminal else Console(width=WIDE)
-        page.print(shown, highlight=False)
+        page.print(shown, highlight=False, soft_wrap=not out.is_terminal)
 
 
 def build_pipeline(config: DictConfig, settings: Settings, overrides: Sequence[str]) -> Pipeline:

@@ -106,12 +106,11 @@ def test_a_stage_runs_and_is_found_again(capsys, tmp_path, monkeypatch):
 
 
 def test_what_was_asked_for_is_shown_each_time_and_no_line_wraps(capsys, monkeypatch):
-    monkeypatch.setattr(
-        "pipeline.prepare.Prepare.shown", lambda self, out: "x" * 150, raising=False
-    )
+    long = "x" * 300
+    monkeypatch.setattr("pipeline.prepare.Prepare.shown", lambda self, out: long, raising=False)
     for _ in range(2):  # built, then found again
         _, out, _ = run(capsys, "stage=prepare", "tracking=disabled", "root=made")
-        assert out.splitlines()[-1] == "x" * 150
+        assert out.splitlines()[-1] == long
 
 
 @pytest.mark.parametrize("flags", [(), ("--help",), ("seed=1",), ("-h", "stage=prepare")])
