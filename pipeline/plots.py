@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 7.0, 3.8  # inches
 DOTS = 130
 GREY = "#8a8f98"
+WHOLE = "acceptance_length"  # the curve over all domains
 
 
 def draw_all(results: Mapping[str, Any], folder: Path) -> dict[str, Path]:
@@ -179,6 +180,8 @@ def _curves(results: Mapping[str, Any], path: Path) -> Path:
     """Loss on the left, acceptance_length by domain on the right, a row for each drafter."""
     rows = results["curves"]
     drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+    curves = sorted({row["curve"] for row in rows})
+    colors = {curve: "black" if curve == WHOLE else f"C{n}" for n, curve in enumerate(curves)}
     figure, axes = _figure(2, height=2.3 * len(drafters), rows=len(drafters))
     for number, drafter in enumerate(drafters):
         loss, accepted = axes[2 * number : 2 * number + 2]
@@ -190,19 +193,20 @@ def _curves(results: Mapping[str, Any], path: Path) -> Path:
             if curve == "loss":
                 loss.plot(*zip(*found, strict=True), color="C0", linewidth=1)
                 continue
-            domain = curve.partition("/")[2]
             accepted.plot(
                 *zip(*found, strict=True),
                 "o-",
                 markersize=2,
-                linewidth=1 if domain else 2,
-                color=None if domain else "black",
-                label=domain or ALL,
+                linewidth=2 if curve == WHOLE else 1,
+                color=colors[curve],
+                label=curve.partition("/")[2] or ALL,
             )
         loss.set_ylabel(f"{drafter}: loss")
         accepted.set_ylabel("acceptance_length")
         if accepted.lines:
             accepted.legend(fontsize=7, frameon=False)
+    for axis in axes:
+        axis.xaxis.get_major_locator().set_params(integer=True)
     for axis in axes[-2:]:
         axis.set_xlabel("step")
     return _save(figure, path)
