@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.digests import digest
+from pipeline.leaks import HeldOut
 from pipeline.models import may_fetch
-from pipeline.rows import Row, RowFormat, fraction
+from pipeline.progress import progress
+from pipeline.rows import COLUMNS, Row, RowFormat, fraction
 
 log = logging.getLogger(__name__)
 
@@ -33,37 +35,48 @@ class DataSource(Protocol):
 class FileData(RowFormat):
     """JSON lines and parquet files on this machine."""
 
-    train: Any  # a path or a list of them; * and ? match names
+    train: Any  # a path, a list of them, or {domain: paths}; * and ? match names
     validation: Any
     test: Any
 
     def load(self, seed: int) -> dict[str, list[Row]]:
+        found = {name: list(self._read(files)) for name, files in self.files().items()}
         return {
             name: fewest(rows, self.max_rows_per_domain if name == "train" else 0, seed)
-            for name, paths in self.files().items()
-            if (rows := [row for path in paths for row in self._read_file(path)])
+            for name, rows in found.items()
+            if rows
         }
 
     def identity(self) -> dict[str, Any]:
         contents = {
-            name: [(stem(path), digest(path)) for path in paths]
-            for name, paths in self.files().items()
+            name: [(domain or stem(path), digest(path), domain is None) for path, domain in files]
+            for name, files in self.files().items()
         }
         return {"kind": "files", "format": columns(self), "files": contents}
 
-    def files(self) -> dict[str, list[Path]]:
-        """The files of each split, sorted; raises ValueError for a path that is not there."""
+    def files(self) -> dict[str, list[tuple[Path, str | None]]]:
+        """The files of each split and the domain that all of a file's rows are given.
+
+        Raises ValueError for a path that is not there.
+        """
         found = {
-            name: expand(name, getattr(self, name)) for name in ("train", "validation", "test")
+            name: [
+                (path, domain)
+                for domain, paths in domains_of(getattr(self, name))
+                for path in expand(f"data.{name}", paths)
+            ]
+            for name in ("train", "validation", "test")
         }
         if not found["train"]:
             raise ValueError("data.train names no file; add data.train=PATH (.jsonl or .parquet)")
         return found
 
-    def _read_file(self, path: Path) -> Iterator[Row]:
-        read = read_parquet if path.name.endswith(PARQUET) else read_json_lines
-        for where, raw in read(path):
-            yield self.read(raw, where, domain=stem(path))
+    def _read(self, files: list[tuple[Path, str | None]]) -> Iterator[Row]:
+        for path, domain in files:
+            with progress(f"prepare: reading {path.name}", None, "rows") as meter:
+                for where, raw in read_rows(path):
+                    yield self.read(raw, where, domain=stem(path), fixed_domain=domain)
+                    meter.advance()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +96,7 @@ class HubData(RowFormat):
             split = getattr(self, name)
             if split is None:
                 continue
-            rows = [
-                self.read(raw, f"{self.name_or_path}, split {split}, row {number}", self._domain)
-                for number, raw in enumerate(self._load_split(split), start=1)
-            ]
+            rows = list(self._read(split))
             found[name] = fewest(rows, self.max_rows_per_domain if name == "train" else 0, seed)
         return found
 
@@ -95,6 +105,14 @@ class HubData(RowFormat):
         prints = {split: self._load_split(split)._fingerprint for split in splits if split}
         kind = {"kind": "hub", "name": self.name_or_path, "config": self.config}
         return {**kind, "format": columns(self), "revision": self.revision, "contents": prints}
+
+    def _read(self, split: str) -> Iterator[Row]:
+        loaded = self._load_split(split)
+        with progress(f"prepare: reading {split}", len(loaded), "rows") as meter:
+            for number, raw in enumerate(loaded, start=1):
+                where = f"{self.name_or_path}, split {split}, row {number}"
+                yield self.read(raw, where, self._domain)
+                meter.advance()
 
     @property
     def _domain(self) -> str:
@@ -120,33 +138,53 @@ def columns(rows: RowFormat) -> dict[str, Any]:
     return {name: getattr(rows, name) for name in RowFormat.__dataclass_fields__}
 
 
-def expand(name: str, value: Any) -> list[Path]:
-    """The files that a path, a pattern or a list of them names."""
+def domains_of(value: Any) -> list[tuple[str | None, Any]]:
+    """Domain -> paths, where files are given so; else the paths, of no domain in particular."""
+    if value is None:
+        return []
+    return [*value.items()] if isinstance(value, Mapping) else [(None, value)]
+
+
+def expand(key: str, value: Any) -> list[Path]:
+    """The files that a path, a pattern or a list of them names, each once; `key` is the setting."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(
-            f"data.{name}={value} is no path; give one, or a list as in [a.jsonl,b.jsonl]"
-        )
+        raise ValueError(f"{key}={value} is no path; give one, or a list as in [a.jsonl,b.jsonl]")
     found: list[Path] = []
     for text in texts:
         paths = sorted(Path(path) for path in glob.glob(str(Path(text).expanduser())))
         if not paths or not all(path.is_file() for path in paths):
             raise ValueError(
-                f"data.{name}={text} is not a file; check the path (from here: {Path.cwd()})"
+                f"{key}={text} is not a file; check the path (from here: {Path.cwd()})"
             )
         for path in paths:
             if not path.name.endswith(JSON_LINES + PARQUET):
                 known = ", ".join(JSON_LINES + PARQUET)
-                raise ValueError(
-                    f"data.{name}={path} has a format that is not known; use one of {known}"
-                )
-        found += paths
+                raise ValueError(f"{key}={path} has a format that is not known; use one of {known}")
+        found += [path for path in paths if path not in found]
     return found
 
 
 def stem(path: Path) -> str:
     """A file's name without its endings: the domain of rows that name none."""
     return path.name.split(".")[0] or path.name
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row of a file of any known format, with its place."""
+    return (read_parquet if path.name.endswith(PARQUET) else read_json_lines)(path)
+
+
+def bench_texts(path: Path) -> Iterator[HeldOut]:
+    """All that a benchmark asks: the `turns` of each row, else its `prompt`."""
+    for where, raw in read_rows(path):
+        turns = raw.get("turns") or [raw.get("prompt")]
+        if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(
+                f"{where} has neither a prompt nor turns (it has {', '.join(raw) or 'nothing'}); "
+                "a benchmark's row holds its question as prompt, or a list of them as turns"
+            )
+        yield from (HeldOut(turn, stem(path), where) for turn in turns)
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -161,6 +199,8 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 text = line.decode("utf-8")
                 if not line:
                     return
+                if number == 1:
+                    text = text.removeprefix("\ufeff")  # as some editors begin a file
                 raw = json.loads(text) if text.strip() else None
             except UnicodeDecodeError as error:
                 raise ValueError(
@@ -213,4 +253,4 @@ def fewest(rows: list[Row], most: int, seed: int) -> list[Row]:
 
 def as_columns(rows: list[Row]) -> Mapping[str, list[Any]]:
     """Rows as `datasets` takes them."""
-    return {name: [getattr(row, name) for row in rows] for name in Row.__dataclass_fields__}
+    return {name: [getattr(row, name) for row in rows] for name in COLUMNS}

@@ -1,28 +1,44 @@
 """Prompts from anywhere, made one kind: normalised, each once, split so that nothing leaks."""
 
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.table import Table
 
-from pipeline.data import as_columns
-from pipeline.leaks import PARAPHRASE, Splits, refuse_leaks, related
-from pipeline.rows import SPLITS, Row, folded, fraction
+from pipeline.data import as_columns, bench_texts, expand, stem
+from pipeline.digests import digest
+from pipeline.leaks import (
+    PARAPHRASE,
+    HeldOut,
+    Leak,
+    Rule,
+    Splits,
+    leaks_against,
+    refuse_leaks,
+    related,
+)
+from pipeline.prompt_summary import describe_splits, warnings_about
+from pipeline.rows import COLUMNS, SPLITS, Row, folded, fraction
 from pipeline.stage import Stage, Workspace
 
 TRAIN = "train"
-SUMMARY = "summary.txt"
+LEARNED = (TRAIN, "validation")  # trained on, or what chooses between trained drafters
+SUMMARY, LEAKS = "summary.txt", "leaks.jsonl"
+LEAKING = ("refuse", "drop")
+
+Groups = dict[str, list[list[Row]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Stage):
     reads: ClassVar[tuple[str, ...]] = ("data",)
     summary: ClassVar[str] = "load prompts, drop duplicates, split by family, refuse leaks"
+    format_version: ClassVar[int] = 2  # groups may span domains; boilerplate is what stands often
 
     router_train_percent: int
     validation_percent: int
@@ -30,6 +46,9 @@ class Prepare(Stage):
     min_prompts: int  # of each domain in each split
     max_prompt_chars: int
     leak_words: int  # a run of so many words in two splits is a leak; 0: only whole texts
+    boilerplate_rows: int  # a run in more prompts than so many is boilerplate, and no leak
+    benches: list[str]  # files whose questions must not be learned from
+    leaking_rows: str  # one of LEAKING: what becomes of a row that shares text with what it may not
 
     def __post_init__(self) -> None:
         shares = (self.router_train_percent, self.validation_percent, self.test_percent)
@@ -38,21 +57,47 @@ class Prepare(Stage):
                 f"stages.prepare gives {', '.join(map(str, shares))} percent to router_train, "
                 "validation and test; each needs 1, and drafter_train the 10 that are left"
             )
-        if self.min_prompts < 1:
-            raise ValueError(f"stages.prepare.min_prompts={self.min_prompts} must be at least 1")
+        for name in ("min_prompts", "boilerplate_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"stages.prepare.{name}={getattr(self, name)} must be at least 1")
+        if self.leaking_rows not in LEAKING:
+            raise ValueError(
+                f"stages.prepare.leaking_rows={self.leaking_rows} is unknown; "
+                f"use {' or '.join(LEAKING)}"
+            )
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(self.leak_words, self.boilerplate_rows)
+
+    def identity(self) -> dict[str, Any]:
+        """The settings, with what the benchmark files hold in place of where they are."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        contents = [(stem(path), digest(path)) for path in self._bench_files()]
+        return {**values, "benches": contents}
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         loaded: Splits = workspace.groups["data"].load(workspace.seed)
         dropped: Counter[str] = Counter()
         kept = {name: self._clean(rows, dropped) for name, rows in loaded.items()}
-        splits = self.split(kept, workspace.seed)
-        refuse_leaks(splits, self.leak_words)
+        leaks = self._take_out_leaks(kept)
+        if leaks:
+            dropped["dropped_leaks"] = len(leaks)
+            save_leaks(leaks, workspace.out / LEAKS)
+        groups = self.groups(kept.get(TRAIN, []))
+        splits = self.split(kept, groups, workspace.seed)
+        boilerplate = refuse_leaks(splits, self.rule)
         self._refuse_few(splits)
         save(splits, workspace.out)
-        text = describe_splits(splits, dropped)
+        warnings = warnings_about(splits, dropped, leaks, groups)
+        text = describe_splits(splits, dropped, leaks, boilerplate, warnings)
         (workspace.out / SUMMARY).write_text(text, encoding="utf-8")
         Console().print(text, markup=False, highlight=False, soft_wrap=True, end="")
-        return {**{name: len(rows) for name, rows in splits.items()}, **dropped}
+        counts = {name: len(rows) for name, rows in splits.items()}
+        return {**counts, **dropped, "num_warnings": len(warnings)}
+
+    def _bench_files(self) -> list[Path]:
+        return expand("stages.prepare.benches", self.benches)
 
     def _clean(self, rows: Sequence[Row], dropped: Counter[str]) -> list[Row]:
         """Rows that are not too long, each text once."""
@@ -69,26 +114,61 @@ class Prepare(Stage):
                 kept.append(row)
         return kept
 
-    def split(self, loaded: Splits, seed: int) -> Splits:
+    def _take_out_leaks(self, kept: Splits) -> list[Leak]:
+        """Drop from `kept` what shares text with what it must not have seen; the rows dropped.
+
+        Raises ValueError instead where leaking rows are refused. Every round may turn a run that
+        was boilerplate into one that counts, so there are rounds until nothing is found.
+        """
+        benches = [text for path in self._bench_files() for text in bench_texts(path)]
+        found: list[Leak] = []
+        while True:
+            before = len(found)
+            for name in [name for name in LEARNED if name in kept]:
+                leaks = leaks_against(kept[name], self._held_out(kept, name, benches), self.rule)
+                gone = {id(leak.row) for leak in leaks}
+                kept[name] = [row for row in kept[name] if id(row) not in gone]
+                found += leaks
+            if found and self.leaking_rows == "refuse":
+                _refuse(found)
+            if len(found) == before:
+                return found
+
+    def _held_out(self, kept: Splits, name: str, benches: Sequence[HeldOut]) -> Iterator[HeldOut]:
+        """All that the rows called `name` must share nothing with."""
+        yield from benches
+        for other, rows in kept.items():
+            if other not in (name, TRAIN, PARAPHRASE):
+                yield from (HeldOut(row.text, other, row.where) for row in rows)
+
+    def groups(self, rows: Sequence[Row]) -> Groups:
+        """What must not be parted, by the domain of most of a group's rows."""
+        homes: Groups = {}
+        for members in related(rows, self.rule):
+            (home, _), *_ = Counter(row.domain for row in members).most_common(1)
+            homes.setdefault(home, []).append(members)
+        return homes
+
+    def split(self, loaded: Splits, groups: Groups, seed: int) -> Splits:
         """Every split; families, and prompts that share a run of words, stay on one side."""
         given = {name: rows for name, rows in loaded.items() if name not in (TRAIN, PARAPHRASE)}
         splits: Splits = {name: list(given.get(name, [])) for name in SPLITS}
-        by_domain: dict[str, list[Row]] = {}
-        for row in loaded.get(TRAIN, []):
-            by_domain.setdefault(row.domain, []).append(row)
-        for rows in by_domain.values():
-            for name, members in self._split_domain(rows, seed, given).items():
-                splits[name] += members
+        for of_domain in groups.values():
+            for name, rows in self._split_domain(of_domain, seed, given).items():
+                splits[name] += rows
         splits |= {name: rows for name, rows in given.items() if name not in SPLITS}
         if paraphrases := loaded.get(PARAPHRASE):
             held_out = {row.family for row in splits["test"]}
             splits[PARAPHRASE] = [row for row in paraphrases if row.family in held_out]
         return splits
 
-    def _split_domain(self, rows: Sequence[Row], seed: int, given: Splits) -> Splits:
-        """Groups in the order of their hash: to test, validation, router_train, then the rest."""
-        groups = related(rows, self.leak_words)
+    def _split_domain(self, groups: Sequence[list[Row]], seed: int, given: Splits) -> Splits:
+        """Groups in the order of their hash: to test, validation, router_train, then the rest.
+
+        A group that is larger than all that a split wants waits, if there is a smaller one.
+        """
         order = sorted(groups, key=lambda members: fraction(seed, members[0].family))
+        num_rows = sum(map(len, groups))
         percent = {
             "test": 0 if "test" in given else self.test_percent,
             "validation": 0 if "validation" in given else self.validation_percent,
@@ -96,9 +176,10 @@ class Prepare(Stage):
         }
         splits: Splits = {name: [] for name in SPLITS}
         for name, share in percent.items():
-            wanted = max(math.ceil(len(rows) * share / 100), self.min_prompts) if share else 0
+            wanted = max(math.ceil(num_rows * share / 100), self.min_prompts) if share else 0
             while order and len(splits[name]) < wanted:
-                splits[name] += order.pop(0)
+                fits = (place for place, group in enumerate(order) if len(group) <= wanted)
+                splits[name] += order.pop(next(fits, 0))
         splits["drafter_train"] = [row for members in order for row in members]
         return splits
 
@@ -122,7 +203,7 @@ def save(splits: Splits, out: Path) -> None:
     from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
 
     disable_progress_bars()
-    features = Features({name: Value("string") for name in Row.__dataclass_fields__})
+    features = Features({name: Value("string") for name in COLUMNS})
     DatasetDict(
         {
             name: Dataset.from_dict(dict(as_columns(rows)), features=features)
@@ -132,20 +213,21 @@ def save(splits: Splits, out: Path) -> None:
     ).save_to_disk(str(out / "datasets"))
 
 
-def describe_splits(splits: Splits, dropped: Mapping[str, int]) -> str:
-    """One screen: prompts and families of each domain in each split."""
-    domains = list(dict.fromkeys(row.domain for rows in splits.values() for row in rows))
-    table = Table("prompts (families)", *splits, box=None, pad_edge=False)
-    for domain in domains:
-        cells = []
-        for rows in splits.values():
-            families = [row.family for row in rows if row.domain == domain]
-            cells.append(f"{len(families):,} ({len(set(families)):,})" if families else "-")
-        table.add_row(domain, *cells)
-    console = Console(width=100, no_color=True)
-    with console.capture() as capture:
-        console.print(table)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    for name, count in dropped.items():
-        lines.append(f"{name.replace('_', ' ')}: {count:,}")
-    return "\n".join(lines) + "\n"
+def _refuse(leaks: Sequence[Leak]) -> None:
+    more = f" (and {len(leaks) - 1:,} more prompts do so)" if len(leaks) > 1 else ""
+    raise ValueError(
+        f"{leaks[0]}{more}; take such prompts out, or set stages.prepare.leaking_rows=drop"
+    )
+
+
+def save_leaks(leaks: Sequence[Leak], path: Path) -> None:
+    """One JSON object a line: every row that was dropped, and why."""
+    with path.open("w", encoding="utf-8") as file:
+        for leak in leaks:
+            facts = {"where": leak.row.where, "id": leak.row.id, "text": leak.row.text}
+            shared = {
+                "shares": leak.passage,
+                "with": leak.other_name,
+                "with_where": leak.other_where,
+            }
+            file.write(json.dumps({**facts, **shared}, ensure_ascii=False) + "\n")

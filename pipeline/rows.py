@@ -5,12 +5,13 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 FORMATS = ("messages", "prompt_response", "text")
 SPLITS = ("drafter_train", "router_train", "validation", "test")
 ROLES = ("system", "user", "assistant")
+COLUMNS = ("id", "domain", "family", "text", "messages_json", "response")
 MIN_TEXT_WORDS = 4  # of a text: two for the prefix, two for its continuation
 
 
@@ -24,6 +25,10 @@ class Row:
     text: str  # what the person wrote
     messages_json: str  # JSON list of {role, content}; "[]": a text to be continued
     response: str | None
+    # For the summary and for messages; later stages read the COLUMNS only.
+    source: str = ""
+    license: str = ""
+    where: str = field(default="", compare=False)  # file and line, or data set and row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,8 @@ class RowFormat:
     text_column: str
     domain_column: str
     family_column: str
+    source_column: str
+    license_column: str
     prefix_words: int  # of a text: at most these, and at most half of it
     max_rows_per_domain: int  # 0: all; else those whose hash comes first
 
@@ -50,8 +57,13 @@ class RowFormat:
                 f"data.max_rows_per_domain={self.max_rows_per_domain} must be 0 or more"
             )
 
-    def read(self, raw: Mapping[str, Any], where: str, domain: str) -> Row:
-        """The row; raises ValueError that names `where` it stands where it has no prompt."""
+    def read(
+        self, raw: Mapping[str, Any], where: str, domain: str, fixed_domain: str | None = None
+    ) -> Row:
+        """The row; raises ValueError that names `where` it stands where it has no prompt.
+
+        It is of the fixed domain, else of the one that it names, else of `domain`.
+        """
         messages, text, response = getattr(self, f"_{self.format}")(raw, where)
         text = normalise(text)
         if not text:
@@ -60,8 +72,11 @@ class RowFormat:
             text=text,
             messages=messages,
             response=normalise(response) or None if response else None,
-            domain=str(raw.get(self.domain_column) or domain),
+            domain=fixed_domain or str(raw.get(self.domain_column) or domain),
             family=str(raw.get(self.family_column) or ""),
+            source=str(raw.get(self.source_column) or ""),
+            license=str(raw.get(self.license_column) or ""),
+            where=where,
         )
 
     def _prompt_response(
@@ -78,7 +93,7 @@ class RowFormat:
         """The conversation up to its last user turn, and what the assistant says next."""
         turns = raw.get(self.messages_column)
         if isinstance(turns, str):
-            turns = json.loads(turns)
+            turns = _parsed(turns, self.messages_column, where)
         if not isinstance(turns, list) or not turns:
             raise ValueError(_no_column(raw, self.messages_column, where, "data.messages_column"))
         messages = [_turn(turn, where) for turn in turns]
@@ -116,11 +131,24 @@ def make_row(
     response: str | None,
     domain: str,
     family: str,
+    source: str = "",
+    license: str = "",
+    where: str = "",
 ) -> Row:
     """A row whose id follows from its content; without a family it is one of its own."""
     messages_json = json.dumps(messages, ensure_ascii=False)
     key = hashlib.sha256(f"{domain}\n{text}\n{messages_json}".encode()).hexdigest()
-    return Row(f"{domain}-{key[:16]}", domain, family or key[:16], text, messages_json, response)
+    return Row(
+        id=f"{domain}-{key[:16]}",
+        domain=domain,
+        family=family or key[:16],
+        text=text,
+        messages_json=messages_json,
+        response=response,
+        source=source,
+        license=license,
+        where=where,
+    )
 
 
 def normalise(text: str) -> str:
@@ -152,6 +180,16 @@ def _string(raw: Mapping[str, Any], column: str, where: str, key: str) -> str:
 def _no_column(raw: Mapping[str, Any], column: str, where: str, key: str) -> str:
     there = ", ".join(map(str, raw)) or "nothing"
     return f"{where} has no {column} (it has {there}); add it, or name the column with {key}=NAME"
+
+
+def _parsed(turns: str, column: str, where: str) -> Any:
+    try:
+        return json.loads(turns)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where} has {column} that are no JSON ({error.msg}); give a list of objects with a "
+            "role and a content"
+        ) from error
 
 
 def _turn(turn: Any, where: str) -> dict[str, str]:

@@ -3,11 +3,15 @@
 Would catch: a family on two sides; a duplicate that differs in case or spacing; a leak between
 files that were given as splits; a split that depends on the order of the data; a row without a
 prompt that is skipped in silence; an error that does not name file and line; an identity that
-follows the path instead of the content; a text whose continuation stands in its own prompt.
+follows the path instead of the content; a text whose continuation stands in its own prompt; a
+benchmark's question among the prompts to learn from; boilerplate taken for a leak, or a leak for
+boilerplate; a passage that two domains share and two splits see; a dropped row that nobody is told
+of; a split emptied by one large group.
 """
 
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -17,9 +21,11 @@ import pytest
 from datasets import load_from_disk
 from toys import RUNTIME
 
+from pipeline.compose import compose_config
+from pipeline.config import typed
 from pipeline.data import FileData, HubData
 from pipeline.embedded import EmbeddedData
-from pipeline.leaks import refuse_leaks, related
+from pipeline.leaks import HeldOut, Rule, leaks_against, refuse_leaks, related
 from pipeline.prepare import Prepare
 from pipeline.rows import SPLITS, folded, make_row, normalise, words
 from pipeline.stage import Workspace
@@ -31,7 +37,11 @@ SETTINGS = {
     "min_prompts": 2,
     "max_prompt_chars": 4000,
     "leak_words": 13,
+    "boilerplate_rows": 20,
+    "benches": [],
+    "leaking_rows": "refuse",
 }
+RULE = Rule(num_words=13, most_rows=20)
 FORMAT = {
     "format": "prompt_response",
     "prompt_column": "prompt",
@@ -40,6 +50,8 @@ FORMAT = {
     "text_column": "text",
     "domain_column": "domain",
     "family_column": "family",
+    "source_column": "source",
+    "license_column": "license",
     "prefix_words": 6,
     "max_rows_per_domain": 0,
 }
@@ -143,9 +155,10 @@ def test_a_leak_between_given_splits_is_refused_by_name(tmp_path, leak):
     train = write(tmp_path / "d.jsonl", [*prompts(30), {"prompt": f"first {LONG}"}])
     (tmp_path / "t").mkdir()
     test = write(tmp_path / "t/d.jsonl", [*prompts(4, "other"), {"prompt": leak}])
-    with pytest.raises(ValueError, match=r"stands in the splits|share 13 words in a row") as caught:
+    with pytest.raises(ValueError, match=r"shares the words .* with test \(.*line 5\)") as caught:
         prepare(files(str(train), test=str(test)), tmp_path / "out")
-    assert "take" in str(caught.value)
+    assert re.search(rf"\({train}, line (4|31)\).*; take such prompts out", str(caught.value))
+    assert "leaking_rows=drop" in str(caught.value)
     assert not (tmp_path / "out" / "datasets").exists()
 
 
@@ -188,7 +201,7 @@ def test_parquet_and_several_files(tmp_path):
     (row,) = files(str(tmp_path / "code.jsonl"), prompt_column="q").load(0)["train"]
     assert row.domain == "code"
     both = files(str(tmp_path / "c*")).files()["train"]
-    assert [path.name for path in both] == ["chat.parquet", "code.jsonl"]
+    assert [path.name for path, _ in both] == ["chat.parquet", "code.jsonl"]
 
 
 def test_the_identity_follows_content_and_settings_not_the_path(tmp_path):
@@ -234,6 +247,7 @@ BAD_MESSAGES = {
     '[{"role": "user"}]': "a message without text",
     '[{"role": "assistant", "content": "x"}]': "no message of role user",
     '[{"role": "user", "content": "\\u0000 "}]': "an empty prompt",
+    '"[{"': "has messages that are no JSON (",
 }
 
 
@@ -262,6 +276,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     [
         ({"train": "none.jsonl"}, "data.train=none.jsonl is not a file; check the path"),
         ({"train": 3}, "data.train=3 is no path"),
+        ({"train": {"a": ["d.jsonl", 3]}}, r"data.train=\['d.jsonl', 3\] is no path"),
+        ({"train": {"a": "d.jsonl", "b": "none"}}, "data.train=none is not a file"),
+        ({"train": {}}, "data.train names no file"),
         ({"train": []}, "data.train names no file"),
         ({"format": "chatml"}, "data.format=chatml is not known; use messages, prompt_response"),
         ({"prefix_words": 0}, "data.prefix_words=0"),
@@ -296,11 +313,191 @@ def test_too_few_prompts_are_refused_with_domain_and_split(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"test_percent": 80}, {"validation_percent": 0}, {"min_prompts": 0}]
+    "wrong",
+    [
+        {"test_percent": 80},
+        {"validation_percent": 0},
+        {"min_prompts": 0},
+        {"boilerplate_rows": 0},
+        {"leaking_rows": "keep"},
+    ],
 )
 def test_wrong_shares_are_refused(wrong):
     with pytest.raises(ValueError, match=r"stages\.prepare"):
         Prepare(**{**SETTINGS, **wrong})
+
+
+def bench(path: Path, *rows: dict) -> str:
+    return str(write(path, list(rows)))
+
+
+def test_no_question_of_a_benchmark_is_learned_from(tmp_path):
+    """Whole texts whatever their punctuation, runs of words, and every turn."""
+    asked = {
+        "a": {"id": 1, "prompt": "P number 3, asks for 9!"},
+        "b": {"prompt": "first turn", "turns": ["first turn", f"{LONG} and so on"]},
+    }
+    path = write(tmp_path / "d.jsonl", [*prompts(40), {"prompt": f"now {LONG}"}])
+    benches = [bench(tmp_path / f"{name}.jsonl.gz", row) for name, row in asked.items()]
+    with pytest.raises(
+        ValueError, match=r"d.jsonl, line 4\) shares .* with a \(.*line 1\)"
+    ) as error:
+        prepare(files(str(path)), tmp_path / "out", benches=benches)
+    assert "(and 1 more prompts do so)" in str(error.value)
+    found = prepare(files(str(path)), tmp_path / "two", benches=benches, leaking_rows="drop")
+    assert found["metrics"]["dropped_leaks"] == 2
+    texts = {row["text"] for name in SPLITS for row in found[name]}
+    assert texts == {row["prompt"] for row in prompts(40)} - {"p number 3 asks for 9"}
+    lines = (tmp_path / "two" / "leaks.jsonl").read_text().splitlines()
+    assert {(leak["where"], leak["with"]) for leak in map(json.loads, lines)} == {
+        (f"{path}, line 4", "a"),
+        (f"{path}, line 41", "b"),
+    }
+    summary = (tmp_path / "two" / "summary.txt").read_text()
+    assert "dropped leaks: 2\n  shared text with a: 1\n  shared text with b: 1\n" in summary
+    assert "warning: 2 prompts leak and are left out, listed in leaks.jsonl: the prompt" in summary
+
+
+def test_clean_prompts_pass_beside_a_benchmark(tmp_path):
+    path = write(tmp_path / "d.jsonl", prompts(40))
+    other = bench(tmp_path / "b.jsonl", {"prompt": LONG}, {"prompt": "p number 3 asks for"})
+    found = prepare(files(str(path)), tmp_path / "out", benches=[other])
+    assert sum(len(found[name]) for name in SPLITS) == 40
+    assert not (tmp_path / "out" / "leaks.jsonl").exists()
+    assert found["metrics"]["num_warnings"] == 0
+
+
+def test_a_benchmark_may_be_the_test_split_but_not_validation(tmp_path):
+    train = str(write(tmp_path / "d.jsonl", prompts(40)))
+    held = bench(tmp_path / "h.jsonl", *({**row, "domain": "d"} for row in prompts(4, "held")))
+    found = prepare(files(train, test=held), tmp_path / "out", benches=[held])
+    assert len(found["test"]) == 4
+    with pytest.raises(ValueError, match=r"h.jsonl, line 1\) shares .* with h \("):
+        prepare(files(train, validation=held), tmp_path / "two", benches=[held])
+
+
+def test_a_benchmark_without_questions_is_named(tmp_path):
+    train = str(write(tmp_path / "d.jsonl", prompts(40)))
+    for row in ({"question": "x"}, {"turns": "x"}, {"turns": [3]}):
+        path = bench(tmp_path / "b.jsonl", row)
+        with pytest.raises(ValueError, match=r"b.jsonl, line 1 has neither a prompt nor turns"):
+            prepare(files(train), tmp_path / "out", benches=[path])
+    with pytest.raises(ValueError, match=r"stages.prepare.benches=none is not a file"):
+        prepare(files(train), tmp_path / "out", benches=["none"])
+
+
+def test_the_identity_names_what_benchmarks_hold(tmp_path):
+    def identity(name: str, *rows: dict) -> dict:
+        (tmp_path / name).mkdir(exist_ok=True)
+        path = bench(tmp_path / name / "b.jsonl", *rows)
+        return Prepare(**{**SETTINGS, "benches": [path]}).identity()
+
+    assert identity("1", {"prompt": "x"}) == identity("2", {"prompt": "x"})
+    assert identity("1", {"prompt": "x"}) != identity("3", {"prompt": "y"})
+    assert identity("1", {"prompt": "x"})["leak_words"] == 13
+
+
+def test_a_run_is_boilerplate_where_more_prompts_hold_it_than_may():
+    """20 with the held-out one: a leak of each; 21: none."""
+    held = [HeldOut(f"{LONG} held", "test")]
+    rows = [row(f"{LONG} {n}") for n in range(20)]
+    assert len(leaks_against(rows[:19], held, RULE)) == 19
+    assert leaks_against(rows, held, RULE) == []
+    assert len(related(rows, RULE)) == 1
+    assert len(related([*rows, row(f"{LONG} more")], RULE)) == 21
+    common = refuse_leaks({"test": [row(f"{LONG} x")], "drafter_train": rows}, RULE)
+    assert (common.num_runs, common.num_rows) == (2, 21)
+    assert common.example in LONG
+    assert leaks_against(rows, [], RULE) == leaks_against([], held, RULE) == []
+
+
+def test_a_passage_that_two_domains_share_stays_on_one_side(tmp_path):
+    """Ten passages, each in one prompt of either domain; many seeds, so that luck runs out."""
+    passages = [" ".join(f"p{n}w{place}" for place in range(13)) for n in range(10)]
+    rows = [{"prompt": f"{d} {text}", "domain": d} for d in ("a", "b") for text in passages] + [
+        {**row, "domain": d} for d in ("a", "b") for row in prompts(20, d)
+    ]
+    path = str(write(tmp_path / "d.jsonl", rows))
+    for seed in range(5):
+        found = prepare(files(path), tmp_path / str(seed), seed=seed, min_prompts=1)
+        for text in passages:
+            sides = [name for name in SPLITS for r in found[name] if text in r["text"]]
+            assert len(sides) == 2
+            assert len(set(sides)) == 1
+
+
+def test_a_group_that_is_too_large_for_a_split_waits(tmp_path):
+    """Of 60 prompts 20 are one family: more than validation (8) or test (11) asks for."""
+    rows = [{**row, "family": "f"} for row in prompts(20, "one")] + prompts(40)
+    path = str(write(tmp_path / "d.jsonl", rows))
+    for seed in range(5):
+        found = prepare(files(path), tmp_path / str(seed), seed=seed)
+        assert (len(found["validation"]), len(found["test"])) == (8, 11)
+    assert found["metrics"]["num_warnings"] == 1
+    summary = (tmp_path / "4" / "summary.txt").read_text()
+    assert "33% of the prompts of domain d share a family or a passage" in summary
+
+
+def test_files_may_be_given_by_domain(tmp_path):
+    """The name of the file, the row's own column and the mapping: the mapping wins."""
+    one = write(tmp_path / "chat.jsonl", prompts(20))
+    two = write(tmp_path / "chat_sa.jsonl.gz", [{**r, "domain": "x"} for r in prompts(20, "q")])
+    three = write(tmp_path / "code.jsonl", prompts(20, "c"))
+    data = files({"talk": [str(one), str(two)], "code": str(three)})
+    assert Counter(row.domain for row in data.load(0)["train"]) == {"talk": 40, "code": 20}
+    assert data.identity() != files([str(one), str(two), str(three)]).identity()
+    fixed, own = (files(value).identity() for value in ({"chat": str(one)}, str(one)))
+    assert fixed != own, "a domain that wins over the column is another reading of the same file"
+    assert len(files([str(one), str(tmp_path / "chat.*")]).load(0)["train"]) == 20, "each file once"
+
+
+def test_files_by_domain_on_the_command_line(tmp_path):
+    one = write(tmp_path / "a.jsonl", prompts(3))
+    two = write(tmp_path / "b.jsonl.gz", prompts(3, "q"))
+    given = (f"data.train={{chat:[{one},{two}]}}", f"data.validation={{chat:{one}}}")
+    data = typed(compose_config(["data=jsonl", *given]).data, "data")
+    assert data.files()["train"] == [(one, "chat"), (two, "chat")]
+    assert data.files()["validation"] == [(one, "chat")]
+
+
+def test_the_summary_fits_a_screen_and_says_where_prompts_come_from(tmp_path):
+    sources = [{"source": f"s{n % 14}", "license": "MIT"} for n in range(40)]
+    rows = [{**p, **s, "response": "yes"} for p, s in zip(prompts(40), sources, strict=True)]
+    path = write(tmp_path / "d.jsonl", [*rows, *prompts(2, "unknown")])
+    prepare(files(str(path)), tmp_path / "out")
+    lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
+    assert "licences: MIT 40, not said 2" in lines
+    assert any(line.startswith("sources: s0 3, s1 3, s10 3, s11 3, s2") for line in lines)
+    assert any(line.endswith(" s9 3, 2 more 4, not said 2") for line in lines)
+    assert "with a response of the data's own: 40 of 42" in lines
+    assert "words: median (95%)  drafter_train  router_train  validation  test" in lines
+    assert len(lines) <= 24
+
+
+def test_much_that_is_left_out_is_a_warning(tmp_path, capsys):
+    path = str(write(tmp_path / "d.jsonl", [*prompts(30), *prompts(4)]))
+    found = prepare(files(path), tmp_path / "out")
+    assert found["metrics"]["num_warnings"] == 1
+    shown = capsys.readouterr().out
+    assert shown.count("warning: of 34 prompts 4 are left out (dropped duplicates: 4)") == 1
+    assert shown == (tmp_path / "out" / "summary.txt").read_text()
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "x"}\n')
+    assert [row.text for row in files(str(tmp_path / "d.jsonl")).load(0)["train"]] == ["x"]
+
+
+def test_messages_may_stand_in_parquet_or_as_text(tmp_path):
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
+    pq.write_table(pa.Table.from_pylist([{"messages": turns}]), tmp_path / "m.parquet")
+    write(tmp_path / "t.jsonl", [{"messages": json.dumps(turns)}])
+    for name in ("m.parquet", "t.jsonl"):
+        (row,) = files(str(tmp_path / name), format="messages").load(0)["train"]
+        assert (row.text, row.response) == ("Hello", "Hi.")
+    pq.write_table(pa.table({"prompt": ["x", None]}), tmp_path / "null.parquet")
+    with pytest.raises(ValueError, match=r"null.parquet, row 2 has no prompt"):
+        files(str(tmp_path / "null.parquet")).load(0)
 
 
 def hub(folder: Path, **changes: object) -> HubData:
@@ -361,18 +558,21 @@ def row(text: str, family: str = ""):
 def test_rows_are_related_through_chains():
     first, second = [f"a{n}" for n in range(13)], [f"b{n}" for n in range(13)]
     texts = [" ".join(first), " ".join(first + second), " ".join(second), "something else"]
-    groups = related([row(text) for text in texts], 13)
+    groups = related([row(text) for text in texts], RULE)
     assert sorted(map(len, groups)) == [1, 3]
-    assert len(related([row(text) for text in texts], 0)) == 4, "0 compares whole texts only"
+    whole = Rule(num_words=0, most_rows=20)
+    assert len(related([row(text) for text in texts], whole)) == 4, "0 compares whole texts only"
 
 
 def test_other_wordings_of_a_test_prompt_may_share_its_passages():
     test, other = row(f"Explain {LONG}"), row(f"Tell me about {LONG}")
-    refuse_leaks({"test": [test], "paraphrase": [other]}, 13)
+    refuse_leaks({"test": [test], "paraphrase": [other]}, RULE)
     with pytest.raises(ValueError, match=r"\(drafter_train\)"):
-        refuse_leaks({"test": [test], "drafter_train": [other]}, 13)
+        refuse_leaks({"test": [test], "drafter_train": [other]}, RULE)
     with pytest.raises(ValueError, match=r"\(paraphrase\)"):
-        refuse_leaks({"drafter_train": [test], "paraphrase": [other]}, 13)
+        refuse_leaks({"drafter_train": [test], "paraphrase": [other]}, RULE)
+    with pytest.raises(ValueError, match="stands in the splits test and validation"):
+        refuse_leaks({"test": [test], "validation": [row(f"explain  {LONG}")]}, RULE)
 
 
 def test_texts_are_normalised():
