@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.types import Sampling
+from drafters.networks import only
 from drafters.teachers import AnyTeacher, Teacher
 
 
@@ -46,6 +47,7 @@ class Batch:
     position_ids: Tensor | None = None  # [B, T] the place in its own answer; None: in the row
     segments: Tensor | None = None  # [B, T] which answer of its row, -1 padding; None: one a row
     weights: Tensor | None = None  # [N] how much each predicted token counts; None: alike
+    places: Tensor | None = None  # [N] where `keep` is true, counted through all rows, if known
     draft_logprobs: Tensor | None = None  # [N] where the drafter wrote the text: under its own law
 
     @property
@@ -62,15 +64,22 @@ class Batch:
         """
         if self.segments is None:
             return None
-        together = self.segments[:, :, None] == self.segments[:, None, :]
-        return together.tril()[:, None]
+        queries, keys = self.segments[:, :, None], self.segments[:, None, :]
+        together = ((queries == keys) & (keys >= 0)).tril()
+        itself = torch.eye(together.shape[1], dtype=torch.bool, device=together.device)
+        return (together | itself)[:, None]  # padding sees itself: an empty row would be NaN
+
+    @property
+    def predicting(self) -> Tensor:
+        """The kept positions in the cheaper of two forms; what a network takes as `keep`."""
+        return self.keep if self.places is None else self.places
 
     @property
     def owners(self) -> Tensor:  # [N] int64
         """A number for the answer that each predicted token belongs to."""
         segments = torch.zeros_like(self.token_ids) if self.segments is None else self.segments
         rows = torch.arange(len(segments), device=segments.device)[:, None] * segments.shape[1]
-        return (rows + segments)[self.keep]
+        return only(rows + segments, self.predicting)
 
 
 def collate(
@@ -89,6 +98,7 @@ def collate(
         attention_mask=(places < lengths[:, None]).long(),
         keep=keep,
         next_ids=token_ids.roll(-1, dims=1)[keep],
+        places=keep.flatten().nonzero()[:, 0],
         teacher=stored_teacher(answers, counts, vocab_size) if with_teacher else None,
     )
 

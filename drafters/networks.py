@@ -4,10 +4,12 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -34,7 +36,7 @@ class DraftNetwork(nn.Module):
         self,
         token_ids: Tensor,  # [B, T], padded at the end
         attention_mask: Tensor | None = None,  # [B, T]; packed rows: [B, 1, T, T] bool
-        keep: Tensor | None = None,  # [B, T] bool, N true entries
+        keep: Tensor | None = None,  # [B, T] bool with N true entries, or their places [N]
         position_ids: Tensor | None = None,  # [B, T]; None: the place in the row
     ) -> Tensor:  # [B, T, C]; with keep [N, C]
         """Teacher-forced logits: position i holds the law of token i + 1."""
@@ -165,7 +167,7 @@ class CutNetwork(DraftNetwork):
                 position_ids=position_ids,
                 use_cache=False,
             ).last_hidden_state
-        return states if keep is None else states[keep]
+        return only(states, keep)
 
     def forward(
         self,
@@ -230,7 +232,7 @@ class WholeNetwork(DraftNetwork):
         states = self._run(
             inner_model(self.model), token_ids, attention_mask, position_ids
         ).last_hidden_state
-        return states if keep is None else states[keep]
+        return only(states, keep)
 
     def head_weight(self) -> Tensor:  # [C, hidden size]
         return self.model.get_output_embeddings().weight
@@ -243,7 +245,7 @@ class WholeNetwork(DraftNetwork):
         position_ids: Tensor | None = None,
     ) -> Tensor:
         logits = self._run(self.model, token_ids, attention_mask, position_ids).logits
-        return logits if keep is None else logits[keep]
+        return only(logits, keep)
 
     def read(
         self,
@@ -328,12 +330,27 @@ def fit_mask(mask: Tensor | None, config: Any, dtype: torch.dtype) -> Tensor | N
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def set_checkpointing(model: Any, enabled: bool) -> None:
-    """Turn transformers' gradient checkpointing on or off, safe for frozen inputs and FSDP."""
-    if enabled:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_disable()
+def only(values: Tensor, keep: Tensor | None) -> Tensor:
+    """Of values [B, T, ...] those kept, [N, ...]; all where None.
+
+    `keep` is bool [B, T], or int64 [N], counted through all rows: then nothing waits for a device.
+    """
+    if keep is None:
+        return values
+    return values[keep] if keep.dtype == torch.bool else values.flatten(0, 1)[keep]
+
+
+def set_checkpointing(model: nn.Module, enabled: bool) -> None:
+    """Turn the checkpointing of transformers' layers on or off; see `computed_twice`."""
+    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    if enabled and not layers:
+        raise ValueError(
+            f"the layers of {type(model).__name__} cannot be checkpointed; turn checkpointing off"
+        )
+    layer: Any
+    for layer in layers:
+        layer.gradient_checkpointing = enabled
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ def pack(
         teacher=stored_teacher(list(chain(*rows)), counts, vocab_size) if with_teacher else None,
         position_ids=_padded([[torch.arange(len(text)) for text in row] for row in texts]),
         segments=segment_ids,
+        places=keep.flatten().nonzero()[:, 0],
     )
 
 

@@ -1,30 +1,26 @@
 """The mathematics of training a drafter: batches, their loss, and acceptance on validation answers.
 
-The loop around it (optimiser, accumulation, checkpoints) belongs to the pipeline. Losses come as a
-sum and a count, so that gradients can be normalised per token over any number of batches.
+The loop around it (optimiser, accumulation, checkpoints) belongs to the pipeline. Losses are sums
+over tokens, so that gradients can be normalised per token over any number of batches.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from decode.types import Drafter
-from drafters.batches import AnswerLike, Batch, collate, to_device
+from drafters.batches import AnswerLike, Batch, collate
 from drafters.chunked import LossesOf, chunked_loss, each_chunk
 from drafters.losses import (
     DIVERGENCES,
-    LOSSES,
     AnyTeacher,
-    Laws,
     Objective,
     Teacher,
     acceptance_chances,
-    cross_entropy,
 )
-from drafters.networks import DraftNetwork, fit_mask, inner_model, plain_head
+from drafters.networks import DraftNetwork, fit_mask, inner_model, only, plain_head
 from drafters.vocabulary import columns_of
 from drafters.weights import position_weights, with_mean_one
 
@@ -32,41 +28,11 @@ __all__ = [
     "AnswerLike",
     "Batch",
     "LossModule",
-    "LossSum",
-    "Trainable",
     "collate",
     "expected_passes",
     "teacher_of",
-    "to_device",
-    "training_loss",
     "validation_acceptance",
 ]
-
-
-class Trainable(Protocol):
-    """A network that training optimises; LmDrafter.trainable is one."""
-
-    draft_ids: Tensor | None  # [C] ids of the draft columns; None: column c is id c
-
-    def __call__(
-        self, token_ids: Tensor, attention_mask: Tensor | None = None, keep: Tensor | None = None
-    ) -> Tensor:  # [B, T] right-padded, keep [B, T] bool of N true entries -> [N, C]
-        """Teacher-forced logits at the kept positions, in row-major order."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """What the optimiser may change: nothing that the target shares."""
-
-
-@dataclass(frozen=True)
-class LossSum:
-    """A loss summed over tokens, to be divided by a count that may span several batches."""
-
-    total: Tensor  # scalar float32, differentiable
-    num_tokens: int
-
-    @property
-    def mean(self) -> Tensor:
-        return self.total / max(1, self.num_tokens)
 
 
 class LossModule(nn.Module):
@@ -93,7 +59,7 @@ class LossModule(nn.Module):
         objective's (mean 1) times the batch's own, again brought to mean 1.
         """
         self._check(batch)
-        inputs = (batch.token_ids, batch.mask, batch.keep, batch.position_ids)
+        inputs = (batch.token_ids, batch.mask, batch.predicting, batch.position_ids)
         if not self.network.splits:
             logits = self.network(*inputs)
             weights = self._weights(batch, lambda values_of: values_of(logits.detach(), 0))
@@ -156,30 +122,14 @@ def teacher_of(model: Any, batch: Batch) -> AnyTeacher:
     mask = fit_mask(batch.mask, model.config, next(model.parameters()).dtype)
     inputs = {"attention_mask": mask, "position_ids": batch.position_ids, "use_cache": False}
     if plain_head(model):
-        out = inner_model(model)(input_ids=batch.token_ids, **inputs)
+        states = inner_model(model)(input_ids=batch.token_ids, **inputs).last_hidden_state
         weight = model.get_output_embeddings().weight
-        return Teacher.lazy(out.last_hidden_state[batch.keep], weight, len(weight))
-    return Teacher.full(model(input_ids=batch.token_ids, **inputs).logits[batch.keep])
-
-
-def training_loss(network: Trainable, batch: Batch, loss: str, vocab_size: int) -> LossSum:
-    """The named loss (one of LOSSES) summed over the batch's answer tokens.
-
-    Every predicted token counts in the normaliser. One that the drafter cannot propose adds nothing
-    to cross-entropy; what a divergence makes of such ids is said in drafters/losses.py.
-    """
-    if loss not in LOSSES:
-        raise ValueError(f"loss={loss} is not known; choose one of {', '.join(LOSSES)}")
-    logits = network(batch.token_ids, batch.attention_mask, batch.keep)
-    columns = columns_of(network.draft_ids, vocab_size, logits.device)
-    if loss == "cross_entropy":
-        return LossSum(cross_entropy(logits, batch.next_ids, columns).sum(), batch.num_tokens)
-    if batch.teacher is None:
-        raise ValueError(
-            f"loss={loss} needs the target's recorded logits; run stage=regenerate first"
-        )
-    teacher = batch.teacher.rows(0, batch.num_tokens)
-    return LossSum(DIVERGENCES[loss](Laws(logits, teacher, columns)).sum(), batch.num_tokens)
+        return Teacher.lazy(only(states, batch.predicting), weight, len(weight))
+    # From the first kept column on: what all rows begin with costs no vocabulary-wide logits.
+    first = int(batch.keep.any(dim=0).int().argmax())
+    size = batch.keep.shape[1] - first
+    logits = model(input_ids=batch.token_ids, logits_to_keep=size, **inputs).logits
+    return Teacher.full(logits[:, -size:][batch.keep[:, first:]])
 
 
 def validation_acceptance(

@@ -17,6 +17,7 @@ from decode.types import Drafter, Sampling
 from drafters.base import BuildContext, DrafterConfig, TargetParts
 from drafters.lm import LmConfig
 from drafters.lora import LoraDrafter
+from drafters.losses import Objective
 from kernels.reference import inverse_cdf, processed_probs
 from pipeline.config import typed
 
@@ -82,6 +83,19 @@ def disturb(drafter: LoraDrafter, seed: int = 1) -> None:
     with torch.no_grad():
         for tensor in drafter.adapted.own_tensors().values():
             tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+
+def objective(
+    name: str | None = None, *, position_weights: str = "uniform", **mix: float
+) -> Objective:
+    """One loss alone, or a mix of several, with drafts of 3 tokens."""
+    return Objective(
+        mix=mix if name is None else {name: 1.0},
+        position_weights=position_weights,
+        half_life=4.0,
+        num_draft_tokens=3,
+        lk_eta=3.0,
+    )
 
 
 class SpySampler(RowSampler):
