@@ -1,0 +1,1 @@
+"""Whether answers are right: code by its tests, in a sandbox; final answers by comparison."""
