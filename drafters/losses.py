@@ -186,9 +186,11 @@ class Objective:
                 f"position_weights={self.position_weights} is unknown; use one of "
                 f"{', '.join(POSITION_WEIGHTS)}"
             )
-        for name, least in (("half_life", 0), ("num_draft_tokens", 0), ("lk_eta", -1e-9)):
-            if not getattr(self, name) > least:
-                raise ValueError(f"{name}={getattr(self, name)} must be above {max(least, 0)}")
+        for name in ("half_life", "num_draft_tokens"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if not self.lk_eta >= 0:
+            raise ValueError(f"lk_eta={self.lk_eta} must be at least 0")
 
     @property
     def weighs_chances(self) -> bool:

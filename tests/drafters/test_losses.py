@@ -1,5 +1,7 @@
 """Would catch: a tail that is dropped without saying so, or counted twice; ids outside the draft
-vocabulary that reach the loss; a divergence with its arguments swapped; losses in bfloat16.
+vocabulary that reach the loss; a divergence with its arguments swapped; losses in bfloat16; a
+policy gradient of the wrong sign or scale; a constant that is learned through; columns that the
+target does not have; mixes that leave a loss out; a bias that is measured on one gradient only.
 
 Tolerance 1e-5: float32 sums over some 40 terms against float64 loops. A tail is 1 minus a float32
 sum, so its logarithm may be off by 1e-7 / tail: relative 1e-4 where a tail is part of the law.
@@ -9,9 +11,11 @@ import math
 
 import pytest
 import torch
+from tiny_drafters import objective
 from torch import Tensor
 
-from drafters.losses import DIVERGENCES, Laws, Teacher, cross_entropy
+from drafters.losses import DIVERGENCES, LOSSES, Laws, Objective, Teacher, cross_entropy
+from drafters.truncation import truncation_bias
 from drafters.vocabulary import columns_of
 
 V = 40
@@ -155,3 +159,157 @@ def test_cross_entropy_skips_what_cannot_be_proposed() -> None:
     log_q = draft.double().log_softmax(-1)
     wanted = torch.tensor([-log_q[0, 1], 0.0, -log_q[2, 12]]).float()
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+# --------------------------------------------------------------------------- acceptance-minded ones
+
+
+def gradient_of(name: str, draft: Tensor, teacher: Teacher, columns: Tensor) -> Tensor:
+    leaf = draft.clone().requires_grad_()
+    return torch.autograd.grad(DIVERGENCES[name](Laws(leaf, teacher, columns)).sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_the_gradient_of_tvpp_is_that_of_tv_by_the_deviation_of_its_reward(
+    ids: Tensor | None,
+) -> None:
+    """By hand: of E_q[-A log q] with A = (r - b) / sqrt(b (1 - b)), the softmax differentiated."""
+    draft, full = random_laws(6, V if ids is None else len(ids))
+    columns, kept = columns_of(ids, V, CPU), WHOLE if ids is None else ids
+    plain = gradient_of("tv", draft, Teacher.full(full), columns)
+    found = gradient_of("tvpp", draft, Teacher.full(full), columns)
+    for row in range(6):
+        p, q = full[row].double().softmax(-1)[kept], draft[row].double().softmax(-1)
+        better = (p > q).double()
+        chance = float((q * better).sum())
+        deviation = max(math.sqrt(chance * (1 - chance)), 1e-15)  # 0 where p is nowhere above q
+        wanted = -q * (better - chance) / deviation
+        torch.testing.assert_close(found[row].double(), wanted, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(plain[row].double(), wanted * deviation, atol=1e-5, rtol=1e-4)
+
+
+def test_where_laws_hardly_overlap_only_tv_stands_still() -> None:
+    """The target is sure of an id that the drafter gives e^-16: tv moves by some 1e-7."""
+    draft, full = torch.zeros(1, 8), torch.zeros(1, 8)
+    draft[0, 2], full[0, 5] = 16.0, 40.0
+    norms = {
+        name: float(gradient_of(name, draft, Teacher.full(full), torch.arange(8)).norm())
+        for name in DIVERGENCES
+    }
+    assert norms["tv"] < 1e-6
+    assert norms["tvpp"] > 1e-4
+    assert norms["lk_alpha"] > 0.5
+    assert norms["lk_hybrid"] > 0.5
+    assert norms["forward_kl"] > 0.5
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_lk_gradients_are_mixtures_of_known_ones(ids: Tensor | None) -> None:
+    """Alpha is a constant in the share of lk_hybrid, and the divisor of lk_alpha."""
+    draft, full = random_laws(6, V if ids is None else len(ids))
+    columns, teacher = columns_of(ids, V, CPU), Teacher.full(full)
+    alpha = Laws(draft, teacher, columns).alpha[:, None]
+    moved = {
+        name: gradient_of(name, draft, teacher, columns)
+        for name in ("tv", "forward_kl", "lk_alpha", "lk_hybrid")
+    }
+    share = (-3 * alpha).exp()
+    mixed = share * moved["forward_kl"] + (1 - share) * moved["tv"]
+    torch.testing.assert_close(moved["lk_hybrid"], mixed, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(moved["lk_alpha"], moved["tv"] / alpha, atol=1e-5, rtol=1e-5)
+
+
+def test_columns_that_one_side_lacks_change_nothing() -> None:
+    """A head padded further than the target's, or less far: what both know is compared."""
+    draft, full = random_laws(4, V)
+    full[:, V - 3 :] = -torch.inf  # padding that the target never gives a chance
+    columns = columns_of(None, V, CPU)
+    padded = torch.cat([draft, torch.full((4, 5), -60.0)], dim=1)
+    draft[:, V - 3 :] = -60.0
+    padded[:, V - 3 : V] = -60.0
+    ids = torch.randint(0, V - 3, (4,))
+    for teacher in (Teacher.full(full), truncated(full, 6)):
+        for name in DIVERGENCES:
+            if name == "reverse_kl":
+                continue  # infinite where p is 0, however small q is
+            wanted = DIVERGENCES[name](Laws(draft, teacher, columns))
+            longer = DIVERGENCES[name](Laws(padded, teacher, columns))
+            torch.testing.assert_close(longer, wanted, atol=1e-5, rtol=0, msg=name)
+            if teacher.ids is not None:
+                continue  # a part of the spread tail is beyond its reach, rightly
+            shorter = DIVERGENCES[name](Laws(draft[:, : V - 3], teacher, columns))
+            torch.testing.assert_close(shorter, wanted, atol=1e-5, rtol=1e-5, msg=name)
+    torch.testing.assert_close(
+        cross_entropy(padded, ids, columns), cross_entropy(draft[:, : V - 3], ids, columns)
+    )
+    assert cross_entropy(draft[:, : V - 3], torch.full((4,), V - 1), columns).tolist() == [0] * 4
+
+
+# ---------------------------------------------------------------------------------------- objective
+
+
+def test_a_mix_is_the_weighted_sum_of_its_losses() -> None:
+    draft, full = random_laws(5, len(IDS))
+    columns, ids = columns_of(IDS, V, CPU), torch.tensor([0, 3, 5, 39, 1])
+    laws = Laws(draft, truncated(full, 9), columns, eta=3.0)
+    each = {name: divergence(laws) for name, divergence in DIVERGENCES.items()}
+    each["cross_entropy"] = cross_entropy(draft, ids, columns)
+    factors = {name: 0.1 + i for i, name in enumerate(LOSSES)}
+    found = objective(**factors).per_token(draft, ids, truncated(full, 9), columns)
+    wanted = sum(factors[name] * each[name] for name in LOSSES)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-6)
+
+
+def test_only_text_is_needed_where_only_text_is_learned() -> None:
+    draft, _ = random_laws(3, V)
+    ids, columns = torch.tensor([3, 5, 9]), columns_of(None, V, CPU)
+    found = objective("cross_entropy").per_token(draft, ids, None, columns)
+    torch.testing.assert_close(found, cross_entropy(draft, ids, columns))
+    assert not objective("cross_entropy").needs_teacher
+    assert objective("cross_entropy", position_weights="reach").needs_teacher
+    assert objective(cross_entropy=0.5, tv=0.5).needs_teacher
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mix": {}}, "must name at least one of cross_entropy"),
+        ({"mix": {"kl": 1.0}}, "must name at least one of cross_entropy"),
+        ({"mix": {"tv": 0.0}}, "a factor that is not above 0"),
+        ({"mix": {"tv": float("nan")}}, "a factor that is not above 0"),
+        ({"position_weights": "late"}, "position_weights=late is unknown"),
+        ({"half_life": 0.0}, "half_life=0.0 must be above 0"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens=0 must be above 0"),
+        ({"lk_eta": -1.0}, "lk_eta=-1.0 must be at least 0"),
+    ],
+)
+def test_an_objective_that_means_nothing_is_refused(changes: dict, words: str) -> None:
+    settings = {
+        "mix": {"tv": 1.0},
+        "position_weights": "uniform",
+        "half_life": 8.0,
+        "num_draft_tokens": 4,
+        "lk_eta": 3.0,
+    }
+    with pytest.raises(ValueError, match=words):
+        Objective(**{**settings, **changes})
+
+
+# --------------------------------------------------------------------------------------- truncation
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_bias_of_a_truncated_teacher_falls_to_nothing(ids: Tensor | None) -> None:
+    draft, full = random_laws(60, V if ids is None else len(ids))
+    columns = columns_of(ids, V, CPU)
+    found = [truncation_bias(draft, full, k, columns) for k in (1, 4, 16, V)]
+    for name in DIVERGENCES:
+        errors = [bias[name].mean_error for bias in found]
+        assert errors[0] > errors[1] > errors[2] > errors[3], name
+        assert errors[3] < 1e-6
+        cosines = [bias[name].gradient_cosine for bias in found]
+        assert cosines[0] < cosines[2] <= cosines[3] + 1e-6, name
+        assert cosines[3] == pytest.approx(1, abs=1e-6)
+        assert found[3][name].gradient_ratio == pytest.approx(1, abs=1e-5)
+        exact = DIVERGENCES[name](Laws(draft, Teacher.full(full), columns)).mean().item()
+        assert all(bias[name].mean_loss == pytest.approx(exact, abs=1e-6) for bias in found)
