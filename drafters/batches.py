@@ -46,7 +46,7 @@ class Batch:
     teacher: AnyTeacher | None  # None: no stored law, cross-entropy only
     position_ids: Tensor | None = None  # [B, T] the place in its own answer; None: in the row
     segments: Tensor | None = None  # [B, T] which answer of its row, -1 padding; None: one a row
-    weights: Tensor | None = None  # [N] how much each predicted token counts; None: alike
+    weights: Tensor | None = None  # [N] of predicted tokens; None: as the objective has it
     places: Tensor | None = None  # [N] where `keep` is true, counted through all rows, if known
     draft_logprobs: Tensor | None = None  # [N] where the drafter wrote the text: under its own law
 

@@ -135,10 +135,16 @@ def token_logprobs(
     for low in range(0, len(token_ids), chunk_tokens):
         rows = teacher.rows(low, min(low + chunk_tokens, len(token_ids)))
         assert rows.ids is None, "a truncated teacher knows no law of the drafter's own text"
-        law = law_of((Sampling(temperature=temperature),) * len(rows))
-        probs = processed_probs(rows.logits, *law, None)
-        found.append(probs.gather(1, token_ids[low : low + chunk_tokens, None])[:, 0].log())
-    return torch.cat(found).float() if found else torch.zeros(0, device=token_ids.device)
+        found.append(_logprobs(rows.logits, token_ids[low : low + chunk_tokens], temperature))
+    return torch.cat(found) if found else torch.zeros(0, device=token_ids.device)
+
+
+def _logprobs(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:  # [n] float32
+    if temperature == 0:
+        chosen = logits.argmax(-1) == token_ids
+        return torch.zeros_like(chosen, dtype=torch.float32).masked_fill(~chosen, -torch.inf)
+    scaled = logits.float() / temperature
+    return scaled.gather(1, token_ids[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
 def alive_weights(batch: Batch, target_logprobs: Tensor) -> Tensor:  # [N] -> [N] float32

@@ -55,8 +55,8 @@ class LossModule(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Scalar float32: num_tokens times the weighted mean of the loss over predicted tokens.
 
-        Divide by num_tokens, summed over whatever batches share an update. A token's weight is the
-        objective's (mean 1) times the batch's own, again brought to mean 1.
+        Divide by num_tokens, summed over whatever batches share an update. Weights are the
+        objective's; those that a batch brings along, brought to mean 1, take their place.
         """
         self._check(batch)
         inputs = (batch.token_ids, batch.mask, batch.predicting, batch.position_ids)
@@ -101,6 +101,8 @@ class LossModule(nn.Module):
 
     def _weights(self, batch: Batch, each: Callable[[LossesOf], Tensor]) -> Tensor:
         """[N] with mean 1; `each` computes a value of every token from its logits."""
+        if batch.weights is not None:
+            return with_mean_one(batch.weights)
         chances, columns, teacher = None, self._columns(batch), batch.teacher
         if self.objective.weighs_chances and teacher is not None:
 
@@ -108,8 +110,7 @@ class LossModule(nn.Module):
                 return acceptance_chances(logits, teacher.rows(low, low + len(logits)), columns)
 
             chances = each(chances_of)
-        weights = position_weights(self.objective, batch.owners, chances)
-        return weights if batch.weights is None else with_mean_one(weights * batch.weights)
+        return position_weights(self.objective, batch.owners, chances)
 
 
 @torch.no_grad()

@@ -264,12 +264,13 @@ class Unsplit(LossModule):
 
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("weighed", [True, False])
 def test_a_split_network_learns_what_an_unsplit_one_does(
-    answers: list[Answer], target: TargetParts, kind: str, chunk: int
+    answers: list[Answer], target: TargetParts, kind: str, chunk: int, weighed: bool
 ) -> None:
     network = networks(target)[kind]()
     batch = collate(answers, VOCAB_SIZE, 99)
-    batch = replace(batch, weights=torch.rand(27))
+    batch = replace(batch, weights=torch.rand(27) if weighed else None)
     mix = objective(forward_kl=0.5, tvpp=0.3, cross_entropy=0.2, position_weights="gain")
     assert network.splits
     found = LossModule(network, mix, VOCAB_SIZE, chunk)(batch)
@@ -279,6 +280,22 @@ def test_a_split_network_learns_what_an_unsplit_one_does(
     assert left.keys() == right.keys()
     for name in left:
         torch.testing.assert_close(left[name], right[name], atol=2e-5, rtol=1e-4, msg=name)
+
+
+def test_weights_that_a_batch_brings_along_are_those_that_count(
+    answers: list[Answer], target: TargetParts
+) -> None:
+    network = networks(target)["frozen head"]()
+    batch = collate(answers, VOCAB_SIZE, 99)
+    weights = torch.arange(27).float()
+    each = []
+    for i in range(27):
+        alone = replace(batch, weights=(torch.arange(27) == i).float())
+        each.append(loss_of(network, alone, "jsd") / 27)
+    wanted = 27 * (torch.stack(each) * weights).sum() / weights.sum()
+    for kind in ("uniform", "gain"):
+        found = loss_of(network, replace(batch, weights=weights), "jsd", position_weights=kind)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_network_whose_head_does_more_is_not_split(answers: list[Answer]) -> None:
