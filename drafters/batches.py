@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.types import Sampling
-from drafters.networks import only
+from drafters.inner import only
 from drafters.teachers import AnyTeacher, Teacher
 
 

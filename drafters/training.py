@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from decode.types import Drafter
 from drafters.batches import AnswerLike, Batch, collate
 from drafters.chunked import LossesOf, chunked_loss, each_chunk
+from drafters.inner import fit_mask, inner_model, only, plain_head
 from drafters.losses import (
     DIVERGENCES,
     AnyTeacher,
@@ -20,7 +21,7 @@ from drafters.losses import (
     Teacher,
     acceptance_chances,
 )
-from drafters.networks import DraftNetwork, fit_mask, inner_model, only, plain_head
+from drafters.networks import DraftNetwork
 from drafters.vocabulary import columns_of
 from drafters.weights import position_weights, with_mean_one
 

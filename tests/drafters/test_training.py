@@ -35,8 +35,9 @@ from decode.types import Drafter, Sampling
 from drafters.base import BuildContext, TargetParts
 from drafters.batches import Batch, to_device
 from drafters.chunked import chunked_loss
+from drafters.inner import plain_head
 from drafters.losses import DIVERGENCES, LOSSES, Teacher
-from drafters.networks import DraftNetwork, WholeNetwork, plain_head
+from drafters.networks import DraftNetwork, WholeNetwork
 from drafters.training import (
     LossModule,
     collate,
