@@ -27,6 +27,10 @@ class Finetune(TrainDrafter):
             raise ValueError(f"text={self.text} is unknown; use one of {', '.join(TEXTS)}")
 
     @property
+    def learns_own_words(self) -> bool:
+        return self.text == "answers"
+
+    @property
     def objective(self) -> Objective:
         return Objective(
             mix={"cross_entropy": 1.0},

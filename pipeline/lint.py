@@ -64,7 +64,7 @@ class Linter:
     """Lets rows through to who learns from them, and knows afterwards what they were like.
 
     prompts     rows of prepare by id, to be rendered again; None: templates are not checked
-    drafter     whose draft vocabulary the answers are held against; None: all ids are in it
+    drafter     whose draft vocabulary the answers are held against
     max_tokens  after which rows are cut, prompt included; 0: never
     drop_loops  whether answers that end in a loop are held back
     own_words   whether the text is said to be the target's; if not, the target is asked about some
@@ -85,7 +85,7 @@ class Linter:
         self.prompts, self.template = prompts, TemplateLint(target.tokenizer)
         self.max_tokens, self.drop_loops, self.own_words = max_tokens, drop_loops, own_words
         self.num_real_ids = num_real_ids(target.tokenizer)
-        self.draftable = draftable(drafter, target.vocab_size, self.num_real_ids)
+        self.draftable = None if drafter is None else draftable(drafter, self.num_real_ids)
         self.counts = Counts()
         self._rendered: set[str] = set()
         self._said: dict[int, str] = {}  # an answer's hash -> the row that had it first
@@ -129,6 +129,8 @@ class Linter:
             "lint_real_ids": self.num_real_ids,
             "lint_prompts_rendered": self.template.num_checked,
         }
+        if self.draftable is not None:
+            metrics |= self.counts.outside_shares()
         if self._asked:
             metrics["lint_foreign_share"] = foreign_share(self.target, self._asked)
         warnings = [*self.template.warnings, *remarks(metrics, len(self._asked))]
@@ -170,7 +172,8 @@ class Linter:
         counts.answer_tokens.append(len(text))
         domain = getattr(answer, "domain", "")
         counts.tokens[domain] += len(text)
-        counts.outside[domain] += int(np.count_nonzero(~self.draftable[text]))
+        if self.draftable is not None:
+            counts.outside[domain] += int(np.count_nonzero(~self.draftable[text]))
         counts.padding += int(np.count_nonzero(text >= self.num_real_ids))
         if not self.own_words and len(self._asked) < MOST_ASKED:
             self._asked.append(answer)
@@ -192,15 +195,11 @@ class Linter:
         return self._said.setdefault(key, mine) != mine
 
 
-def draftable(
-    drafter: NetworkDrafter | None, vocab_size: int, num_real_ids: int
-) -> np.ndarray:  # [V] bool
-    """Which of the target's ids a drafter may propose; without a drafter every token."""
-    allowed = np.zeros(vocab_size, dtype=bool)
-    if drafter is None or drafter.draft_ids is None:
-        allowed[:num_real_ids] = True
-    else:
-        allowed[drafter.draft_ids.cpu().numpy()] = True
+def draftable(drafter: NetworkDrafter, num_real_ids: int) -> np.ndarray:  # [V] bool
+    """Which of the target's ids a drafter may propose."""
+    allowed = np.zeros(drafter.vocab_size, dtype=bool)
+    ids = drafter.draft_ids
+    allowed[slice(num_real_ids) if ids is None else ids.cpu().numpy()] = True
     return allowed
 
 

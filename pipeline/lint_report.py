@@ -123,13 +123,17 @@ class Counts:
             **found,
             "lint_loops_dropped": self.num_dropped,
             "lint_padding_share": self.padding / num_tokens,
-            "lint_outside_share": sum(self.outside.values()) / num_tokens,
-            **{
-                f"lint_outside_share_{domain}": self.outside[domain] / count
-                for domain, count in self.tokens.items()
-                if domain and len(self.tokens) > 1
-            },
         }
+
+    def outside_shares(self) -> dict[str, float]:
+        """How much is outside the draft vocabulary, and in which domain."""
+        by_domain = {
+            f"lint_outside_share_{domain}": self.outside[domain] / count
+            for domain, count in self.tokens.items()
+            if domain and len(self.tokens) > 1
+        }
+        total = sum(self.outside.values()) / max(1, sum(self.tokens.values()))
+        return {"lint_outside_share": total, **by_domain}
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -151,6 +155,7 @@ def lines(metrics: dict[str, float]) -> list[str]:
     if not metrics["lint_rows"]:
         return ["lint: no rows"]
     m = metrics
+    outside = m.get("lint_outside_share")
     return [
         f"lint: {m['lint_rows']:,} rows, {m['lint_tokens']:,} answer tokens; learned share of a "
         f"row: median {m['lint_learned_share_median']:.0%} (5%: {m['lint_learned_share_p5']:.0%}, "
@@ -161,6 +166,8 @@ def lines(metrics: dict[str, float]) -> list[str]:
         f"{m['lint_loop_share']:.1%} ({m['lint_loops_dropped']:,} left out), empty "
         f"{m['lint_empty_share']:.1%}, said twice {m['lint_duplicate_share']:.1%}",
         f"lint: {m['lint_columns']:,} logit columns, {m['lint_real_ids']:,} of them tokens; "
-        f"answer tokens outside the draft vocabulary {m['lint_outside_share']:.1%}; "
-        f"{m['lint_prompts_rendered']:,} prompts rendered again",
+        f"{m['lint_prompts_rendered']:,} prompts rendered again"
+        + (
+            "" if outside is None else f"; answer tokens outside the draft vocabulary {outside:.1%}"
+        ),
     ]

@@ -18,6 +18,8 @@ from pipeline.answers import Answers
 from pipeline.build import NamedEntry, build_drafters, fast_dtype, load_target, parent_need
 from pipeline.config import Pool, changed
 from pipeline.launch import launch, sole_writer
+from pipeline.lint import Linter
+from pipeline.lint_report import read_lint
 from pipeline.runtime import Runtime
 from pipeline.stage import Need, Stage, Workspace
 from pipeline.training_data import Rows
@@ -51,6 +53,7 @@ class TrainDrafter(Stage):
     gradient_checkpointing: bool  # layers are computed twice, and their insides are not kept
     chunk_tokens: int  # tokens whose logits exist at once
     max_tokens: int  # a row is cut after so many, prompt included
+    drop_loops: bool  # answers that end in a loop are left out
     checkpoint_every: int  # steps
     validate_every: int  # steps
     validation_prompts: int  # of each domain
@@ -102,6 +105,11 @@ class TrainDrafter(Stage):
         if self.precision != "auto":
             return self
         return replace(self, precision=fast_dtype(runtime.resolved_device()))
+
+    @property
+    def learns_own_words(self) -> bool:
+        """Whether the text is the target's."""
+        return True
 
     @property
     def target_in_loop(self) -> bool:
@@ -177,11 +185,13 @@ class TrainDrafter(Stage):
         with sole_writer(workspace.out, workspace.runtime):
             if metrics := read_metrics(workspace.out):  # killed after all was written
                 clean_up(workspace.out)
-                return metrics
+                return {**metrics, **read_lint(workspace.out)}
             named: NamedEntry = workspace.groups["entry"]
             target = load_target(workspace.groups["target"], workspace.runtime)
             drafter = start_drafter(named, target, workspace)
-            rows = self.gather(self.rows(workspace, target), named.name)
+            linter = self.linter(workspace, target, drafter)
+            rows = self.gather(linter.passing(self.rows(workspace, target)), named.name)
+            found = linter.report()
             trainer = Trainer(
                 self,
                 target,
@@ -195,7 +205,24 @@ class TrainDrafter(Stage):
                     workspace.inputs["answers"], named.entry.domains, self.validation_prompts
                 ),
             )
-            return trainer.run()
+            if trainer.team.is_first:
+                found.tell()
+                found.save(workspace.out)
+            return {**trainer.run(), **found.metrics}
+
+    def linter(
+        self, workspace: Workspace, target: TransformersTarget, drafter: NetworkDrafter
+    ) -> Linter:
+        """What looks at the rows before they are learned from."""
+        return Linter.of_answers(
+            workspace.inputs["answers"],
+            target,
+            config=workspace.groups["target"],
+            drafter=drafter,
+            max_tokens=self.max_tokens,
+            drop_loops=self.drop_loops,
+            own_words=self.learns_own_words,
+        )
 
 
 def start_drafter(

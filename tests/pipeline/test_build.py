@@ -108,7 +108,7 @@ def test_a_stage_asks_for_answers_and_parent() -> None:
     settings |= {"gradient_checkpointing": False, "mix": {"tv": 1.0}, "teacher": "recorded"}
     settings |= {"position_weights": "uniform", "half_life": 1.0, "lk_eta": 1.0}
     settings |= dict.fromkeys(("onpolicy_from", "onpolicy_share", "onpolicy_temperature"), 0.0)
-    stage = Distill(**settings, onpolicy_tokens=1)
+    stage = Distill(**settings, onpolicy_tokens=1, drop_loops=False)
     groups = {"pool": pool(), "entry": select_entry(pool(), "code", "finetune")}
     assert {k: n.stage for k, n in stage.needs(groups).items()} == {
         "answers": "regenerate",

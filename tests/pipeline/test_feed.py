@@ -150,7 +150,8 @@ def test_training_stops_at_the_token_budget(
     assert metrics["num_tokens"] == lines[-1]["num_tokens"] >= budget
     assert len(lines) == 2 or lines[-2]["num_tokens"] < budget
     assert metrics["num_steps"] == len(lines) - 1
-    assert json.loads((tmp_path / "validation.json").read_text())["metrics"] == metrics
+    kept = json.loads((tmp_path / "validation.json").read_text())["metrics"]
+    assert kept.items() <= metrics.items()
 
 
 def test_packed_rows_teach_what_padded_ones_do(world: World, tmp_path: Path) -> None:  # noqa: F811

@@ -21,12 +21,13 @@ import numpy as np
 import pytest
 import torch
 from test_regenerate import stage as regenerate_stage
+from test_train_drafter import World, distill, finetune, train, world  # noqa: F401
 from tiny import EOS, TEMPLATE, VOCAB_SIZE, tiny_model, tiny_target_folder, tiny_tokenizer
 from workspace import RUNTIME, prompt, tiny_config, write_prompts
 
 from decode.targets.transformers import TransformersTarget
 from decode.types import Sampling
-from pipeline.answers import Answer
+from pipeline.answers import Answer, Answers, AnswerWriter
 from pipeline.chat import prompt_ids
 from pipeline.lint import MOST_ASKED, Linter, foreign_share, lint_answers, lint_prompts
 from pipeline.lint_report import LintReport, read_lint, remarks
@@ -180,7 +181,7 @@ def test_padding_columns_are_refused_in_prompts_and_counted_in_answers():
 
 
 def drafter(*ids: int) -> Any:
-    return SimpleNamespace(draft_ids=torch.tensor(ids))
+    return SimpleNamespace(vocab_size=VOCAB_SIZE, draft_ids=torch.tensor(ids) if ids else None)
 
 
 def test_answers_outside_the_draft_vocabulary_are_counted_by_domain(target):
@@ -197,7 +198,9 @@ def test_answers_outside_the_draft_vocabulary_are_counted_by_domain(target):
         assert metrics[f"lint_outside_share_{domain}"] == count / (6 * 21)
     few = lint(target, drafter=drafter(*range(50)))
     assert any("outside the draft vocabulary, and each of them" in text for text in few.warnings)
-    assert lint(target, drafter=SimpleNamespace(draft_ids=None)).warnings == []
+    assert few.lines[-1].endswith("%")
+    assert lint(target, drafter=drafter()).metrics["lint_outside_share"] == 0
+    assert "lint_outside_share" not in lint(target).metrics
 
 
 CYCLE = [5, 9, 13, 6, 30]
@@ -477,3 +480,48 @@ def test_a_warning_is_said_once_however_many_drafters_learn(target, caplog):
     for _ in range(3):
         lint_answers(texts, target).tell()
     assert sum("answers are empty" in record.getMessage() for record in caplog.records) == 1
+
+
+# ------------------------------------------------------------------------------------- in training
+
+
+def test_training_keeps_what_the_linter_found(world: World, tmp_path):  # noqa: F811
+    metrics = train(distill(), world, tmp_path)
+    assert metrics["lint_rows"] == 16
+    assert read_lint(tmp_path).items() <= metrics.items()
+    again = train(distill(), world, tmp_path)  # as after a kill at the very end
+    assert again == metrics
+    own = train(finetune(text="dataset"), world, tmp_path / "dataset")
+    assert 0 < own["lint_foreign_share"] <= 1
+
+
+def rewritten(world: World, out: Path, change: Callable[..., None]) -> World:  # noqa: F811
+    """The world with other answers in its first shard of training."""
+    reader = Answers(world.answers)
+    out.mkdir()
+    writer = AnswerWriter(out, reader.laws, num_top_logits=7, dtype="float32")
+    for number, shard in enumerate(reader.shards):
+        rows = list(reader._open(shard, with_teacher=True))
+        if number == 0:
+            for row in rows:
+                change(row.token_ids[row.num_prompt_tokens :])
+        writer.write(shard.split, rows, torch.float32, 1.0)
+    return dataclasses.replace(world, answers=out)
+
+
+def test_training_refuses_what_the_linter_refuses(world: World, tmp_path):  # noqa: F811
+    damaged = rewritten(world, tmp_path / "answers", lambda ids: ids.copy_(torch.arange(len(ids))))
+    with pytest.raises(ValueError, match=r"^answer .* goes on after '</s>'"):
+        train(distill(), damaged, tmp_path / "out")
+    assert not (tmp_path / "out" / "drafter.json").exists()
+
+
+def test_training_leaves_loops_out_where_asked(world: World, tmp_path, monkeypatch):  # noqa: F811
+    """Answers here have 9 tokens, too few to loop: another rule stands in for the real one."""
+    looping = rewritten(world, tmp_path / "answers", lambda ids: ids.fill_(7))
+    monkeypatch.setattr("pipeline.lint.loops", lambda text: bool((text == 7).all()))
+    every = train(distill(), looping, tmp_path / "every")
+    fewer = train(distill(drop_loops=True), looping, tmp_path / "fewer")
+    assert every["num_rows"] == 16
+    assert every["lint_loop_share"] * 16 == fewer["lint_loops_dropped"] == 16 - fewer["num_rows"]
+    assert fewer["lint_loops_dropped"] == Answers(looping.answers).shards[0].num_rows

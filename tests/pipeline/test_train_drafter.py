@@ -51,6 +51,7 @@ COMMON: dict[str, Any] = {
     "gradient_checkpointing": False,
     "chunk_tokens": 16,
     "max_tokens": 40,
+    "drop_loops": False,
     "checkpoint_every": 2,
     "validate_every": 3,
     "validation_prompts": 2,
@@ -153,6 +154,7 @@ def test_training_lowers_the_loss_and_leaves_a_whole_artifact(world: World, tmp_
         "model.safetensors",
         "history.jsonl",
         "validation.json",
+        "lint.json",
     }
     assert [line["step"] for line in lines if "acceptance_length" in line] == [0, 20, 40]
     best = max(line["acceptance_length"] for line in lines if "acceptance_length" in line)
