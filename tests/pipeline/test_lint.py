@@ -361,6 +361,13 @@ def test_texts_to_be_continued_need_no_template(target):
         lint_answers([FIRST], target, prompts={"code-0": row})
 
 
+def test_a_prompt_that_waits_for_an_earlier_answer_is_not_rendered(target):
+    turns = [USER, {"role": "assistant", "content": None}, USER]
+    waiting = {**PROMPTS["code-0"], "messages_json": json.dumps(turns)}
+    report = lint_answers([asked(FIRST, 7, 8, 9)], target, prompts={"code-0": waiting})
+    assert report.metrics["lint_prompts_rendered"] == 0
+
+
 def test_a_prompt_is_rendered_once_for_all_its_laws(target):
     sampled = [dataclasses.replace(row, law="sampled") for row in CLEAN]
     assert lint(target, *sampled).metrics["lint_prompts_rendered"] == 12
