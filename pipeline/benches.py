@@ -6,12 +6,13 @@ leaves whatever was trained as it is.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.data import JSON_LINES, PARQUET, fewest, read_json_lines, read_parquet, stem
+from pipeline.data import JSON_LINES, PARQUET, fewest, read_rows, stem
 from pipeline.digests import digest
 from pipeline.quality.grading import Problem
 from pipeline.rows import Row, normalise
@@ -62,6 +63,12 @@ class BenchData:
         rows = []
         for path in self.paths():
             questions = list(self._read(path))
+            ids = Counter(turns[0].id for turns in questions)
+            if twice := [name for name, count in ids.items() if count > 1]:
+                raise ValueError(
+                    f"{path} has several rows of the id {question_of(twice[0])}; "
+                    "give each question an id of its own"
+                )
             kept = {row.id for row in fewest([q[0] for q in questions], self.prompts_per_bench, 0)}
             rows += [row for turns in questions if turns[0].id in kept for row in turns]
         return {BENCH: rows}
@@ -86,7 +93,7 @@ class BenchData:
         """Prompt id -> what its answer is graded by; prompts that cannot be graded are left out."""
         found = {}
         for path in self.paths():
-            for number, (where, raw) in enumerate(_lines(path)):
+            for number, (where, raw) in enumerate(read_rows(path)):
                 first = turns_of(raw, where)[0]
                 problem = Problem.of(raw, first)
                 if problem is not None:
@@ -110,7 +117,7 @@ class BenchData:
 
     def _read(self, path: Path) -> Iterator[list[Row]]:
         """The turns of each question; the answers between them are null until they are known."""
-        for number, (where, raw) in enumerate(_lines(path)):
+        for number, (where, raw) in enumerate(read_rows(path)):
             turns = turns_of(raw, where)
             rows = []
             for place in range(len(turns) if self.turns == "all" else 1):
@@ -128,6 +135,9 @@ class BenchData:
                         text=turns[place],
                         messages_json=json.dumps(messages, ensure_ascii=False),
                         response=raw["response"] if isinstance(raw.get("response"), str) else None,
+                        source=stem(path),
+                        license=str(raw.get("license") or ""),
+                        where=where,
                     )
                 )
             yield rows
@@ -159,7 +169,3 @@ def turns_of(raw: Mapping[str, Any], where: str) -> list[str]:
     if not all(said):
         raise ValueError(f"{where} has an empty turn; fill it or delete the row")
     return said
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    return (read_parquet if path.name.endswith(PARQUET) else read_json_lines)(path)

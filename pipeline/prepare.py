@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
+from pipeline.benches import BENCH
 from pipeline.data import as_columns, bench_texts, expand, stem
 from pipeline.digests import digest
 from pipeline.leaks import (
@@ -78,6 +79,9 @@ class Prepare(Stage):
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         loaded: Splits = workspace.groups["data"].load(workspace.seed)
+        if BENCH in loaded:  # nothing is learned from it: it is taken as it is
+            save(loaded, workspace.out)
+            return {name: len(rows) for name, rows in loaded.items()}
         dropped: Counter[str] = Counter()
         kept = {name: self._clean(rows, dropped) for name, rows in loaded.items()}
         leaks = self._take_out_leaks(kept)

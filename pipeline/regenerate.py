@@ -12,12 +12,14 @@ import torch
 from decode.targets.transformers import TransformersTarget
 from decode.types import Sampling
 from pipeline.answers import Answer, Answers, AnswerWriter
+from pipeline.benches import BenchData
 from pipeline.build import fast_dtype, load_target
 from pipeline.chat import load_prompts, prompt_ids
 from pipeline.generation import EOS, Generates, Generator, Job, Trace
 from pipeline.progress import progress
 from pipeline.runtime import Runtime
 from pipeline.stage import Need, Stage, Workspace
+from pipeline.turns import completed, num_awaited
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,11 @@ class Regenerate(Stage):
                     f"choose one of {', '.join(LAWS)}"
                 )
 
+    def for_groups(self, groups: Mapping[str, Any]) -> "Regenerate":
+        """A benchmark says how its prompts are answered; the laws themselves stay these."""
+        data = groups.get("data")
+        return replace(self, **data.answering()) if isinstance(data, BenchData) else self
+
     def resolved(self, runtime: Runtime) -> "Regenerate":
         if self.dtype != "auto":
             return self
@@ -97,7 +104,8 @@ class Regenerate(Stage):
             num_top_logits=self.num_top_logits,
             dtype=str(dtype).removeprefix("torch."),
         )
-        rows = list(self.rows(workspace.inputs["prompts"], target, workspace.seed))
+        prompts = workspace.inputs["prompts"]
+        rows = list(self.rows(prompts, target, workspace.seed))
         fitting = [row for row in rows if self._fits(row, target.max_context)]
         if not fitting:
             raise ValueError(
@@ -105,8 +113,17 @@ class Regenerate(Stage):
                 f"{self.max_prompt_tokens} and, with an answer of max_new_tokens, the target's "
                 f"context of {target.max_context}; lower max_new_tokens or give shorter prompts"
             )
-        self._answer(self._generator(target, fitting), fitting, laws, writer, workspace, dtype)
-        return {**summary(workspace.out), "prompts_left_out": len(rows) - len(fitting)}
+        left_out = num_shards = turn = 0
+        while rows:
+            fitting = [row for row in rows if self._fits(row, target.max_context)]
+            left_out += len(rows) - len(fitting)
+            if fitting:
+                generator = self._generator(target, fitting)
+                self._answer(generator, fitting, laws, writer, workspace, dtype, num_shards)
+                num_shards += len(list(cut(fitting, self.shard_rows)))
+            turn += 1
+            rows = list(self.later_rows(prompts, workspace.out, target, turn))
+        return {**summary(workspace.out), "prompts_left_out": left_out}
 
     def samplings(self, seed: int) -> dict[str, Sampling]:
         """The named laws."""
@@ -121,6 +138,8 @@ class Regenerate(Stage):
                 log.info("the data has no split called %s, so none of it is answered", split)
                 continue
             for place, prompt in balanced(splits[split], self.prompts_per_domain[split], seed):
+                if num_awaited(prompt):
+                    continue
                 laws = LAWS[choice] or ((GREEDY, SAMPLED)[place % 2],)
                 ids = prompt_ids(target.tokenizer, prompt)
                 if max(ids, default=0) >= target.vocab_size:
@@ -131,6 +150,15 @@ class Regenerate(Stage):
                     )
                 for law in laws:
                     yield Row(prompt, split, law, ids)
+
+    def later_rows(self, prompts: Path, out: Path, target: Any, num_before: int) -> Iterator[Row]:
+        """Every (prompt, law) that goes on after so many answers, which are in `out` already."""
+        splits = load_prompts(prompts)
+        for split in self.laws:
+            waiting = [row for row in splits.get(split, ()) if num_awaited(row) == num_before]
+            if waiting:
+                for law, prompt in completed(waiting, out, split, target.tokenizer):
+                    yield Row(prompt, split, law, prompt_ids(target.tokenizer, prompt))
 
     def _fits(self, row: Row, max_context: int) -> bool:
         room = max_context - self.max_new_tokens[row.split]
@@ -155,11 +183,15 @@ class Regenerate(Stage):
         writer: AnswerWriter,
         workspace: Workspace,
         dtype: torch.dtype,
+        num_before: int,
     ) -> None:
-        """Write the shards that are not there yet, in order, each as soon as it is whole."""
+        """Write the shards that are not there yet, in order, each as soon as it is whole.
+
+        `num_before` shards belong to earlier turns.
+        """
         clock = workspace.runtime.make_clock()
         shards = list(cut(rows, self.shard_rows))
-        done = len(writer.shards)
+        done = min(len(writer.shards) - num_before, len(shards))
         todo = shards[done:]
         answers: list[list[Answer | None]] = [[None] * len(shard) for shard in todo]
         missing = [len(shard) for shard in todo]
