@@ -25,14 +25,22 @@ def batch_acceptance(
     drafter: NetworkDrafter, answers: Sequence[AnswerLike], num_draft_tokens: int
 ) -> Tensor:  # [answers, 2] float64: tokens emitted, target passes
     """As `drafters.training.validation_acceptance`, in batches on the drafter's device."""
+    chances = [found.nan_to_num(0.0) for found in batch_chances(drafter, answers)]
+    lengths = torch.tensor([len(found) for found in chances])
+    passes = expected_passes(chances, num_draft_tokens)
+    return torch.stack([lengths.double(), passes], dim=1)
+
+
+def batch_chances(drafter: NetworkDrafter, answers: Sequence[AnswerLike]) -> list[Tensor]:
+    """[A] of each answer: the chance that a draft of each token is accepted, wherever drafting
+    began; NaN where none can be drafted. `by_start` makes of it what `drafter.score` returns.
+    """
     chances = [torch.zeros(0)] * len(answers)
     for law, places in _alike(drafter, answers):
         accepted = _accepted(drafter, [answers[place] for place in places], law)
         for place, found in zip(places, accepted, strict=True):
             chances[place] = found
-    lengths = torch.tensor([len(found) for found in chances])
-    passes = expected_passes(chances, num_draft_tokens)
-    return torch.stack([lengths.double(), passes], dim=1)
+    return chances
 
 
 def expected_passes(chances: Sequence[Tensor], num_draft_tokens: int) -> Tensor:  # -> [answers]
@@ -77,7 +85,7 @@ def _alike(
 def _accepted(
     drafter: NetworkDrafter, answers: Sequence[AnswerLike], law: Sampling
 ) -> Iterator[Tensor]:
-    """[A] of each answer: the chance that a draft of each token is accepted, 0 where none is."""
+    """[A] of each answer: the chance that a draft of each token is accepted, NaN: no draft."""
     limit = min(drafter.max_context + 1, max(len(answer.token_ids) for answer in answers))
     batch = collate(answers, drafter.vocab_size, limit, with_teacher=False)
     counts = batch.keep.sum(1).tolist()
@@ -93,7 +101,7 @@ def _accepted(
         found = _by_reference(drafter, batch, answers, law)
     for answer, low, part in zip(answers, lows, found.split(counts), strict=True):
         num_answer = len(answer.token_ids) - answer.num_prompt_tokens
-        yield torch.nn.functional.pad(part, (low, num_answer - low - len(part)))
+        yield torch.nn.functional.pad(part, (low, num_answer - low - len(part)), value=torch.nan)
 
 
 def _temperature_only(law: Sampling) -> bool:

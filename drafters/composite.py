@@ -98,8 +98,12 @@ class CompositeDrafter:
     ) -> Tensor:
         """The row of the part that would have drafted from each start."""
         context = (token_ids, num_prompt_tokens, target_logprobs, sampling, max_depth)
-        lengths = torch.tensor(self.lookup.match_lengths(token_ids, num_prompt_tokens))
-        believed = lengths >= max(1, self.config.min_match)
+        believed = self.believed(token_ids, num_prompt_tokens)
         return torch.where(
             believed[:, None], self.lookup.score(*context), self.model.score(*context)
         )
+
+    def believed(self, token_ids: Sequence[int], num_prompt_tokens: int) -> Tensor:  # [A] bool
+        """Whether the lookup, and not the model, would draft from each answer token."""
+        lengths = torch.tensor(self.lookup.match_lengths(token_ids, num_prompt_tokens))
+        return lengths >= max(1, self.config.min_match)

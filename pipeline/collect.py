@@ -3,23 +3,26 @@
 A decoded sample says how far the estimate is from what the decoder really does.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from decode import SpeculativeDecoder
 from decode.policies.fixed import FixedPolicy
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter
-from drafters.training import expected_passes
 from pipeline.acceptance import AcceptanceWriter
 from pipeline.answers import Answer, Answers
+from pipeline.benches import BENCH, SCORED
 from pipeline.build import build_drafters, drafter_needs, load_target
 from pipeline.progress import progress
+from pipeline.scoring import passes_of, score_all
 from pipeline.stage import Need, Stage, Workspace
+
+AT_ONCE = 256  # answers that are scored together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,12 @@ class Collect(Stage):
             )
 
     def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
-        return {"answers": Need("regenerate"), **drafter_needs(groups["pool"])}
+        bench = {"data": groups[SCORED]} if SCORED in groups else {}
+        return {"answers": Need("regenerate", bench), **drafter_needs(groups["pool"])}
+
+    def for_groups(self, groups: Mapping[str, Any]) -> "Collect":
+        """Of a benchmark there is one split, and nothing to learn from a decoded sample of it."""
+        return replace(self, splits=[BENCH], check_prompts=0) if SCORED in groups else self
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         target = load_target(workspace.groups["target"], workspace.runtime)
@@ -67,16 +75,12 @@ class Collect(Stage):
             progress("collect", total, "answers") as meter,
         ):
             for split in self.splits:
-                for answer in answers.rows(split=split):
-                    rows = []
-                    for name, drafter in drafters.items():
-                        accept = score(drafter, answer, self.max_depth)
-                        rows.append(record(answer, name, accept))
-                        passes = expected_passes(accept[:, : self.check_num_draft_tokens])
-                        held = totals.setdefault((name, answer.law), [0.0, 0.0])
-                        held[0], held[1] = held[0] + len(accept), held[1] + passes
-                    writer.write(rows)
-                    meter.advance()
+                for some in chunks(answers.rows(split=split, with_teacher=False), AT_ONCE):
+                    for name, tables in score_all(drafters, some, self.max_depth).items():
+                        accepts = [table.numpy().astype(np.float32) for table in tables]
+                        writer.write(list(map(record, some, repeat(name), accepts)))
+                        add(totals, name, some, passes_of(accepts, self.check_num_draft_tokens))
+                    meter.advance(len(some))
         return totals
 
     def _sample(self, answers: Answers) -> list[Answer]:
@@ -98,8 +102,9 @@ class Collect(Stage):
         with progress("decode a sample", len(arms), "arms") as meter:
             for name, law in arms:
                 answers = [answer for answer in sample if answer.law == law]
-                tables = [score(drafters[name], answer, k) for answer in answers]
-                foretold = sum(map(len, tables)) / sum(map(expected_passes, tables))
+                scored = score_all({name: drafters[name]}, answers, k)[name]
+                tables = [table.numpy() for table in scored]
+                foretold = sum(map(len, tables)) / passes_of(tables, k).sum()
                 decoded = decoded_length(target, name, drafters[name], k, answers)
                 key = f"{name}_{law}"
                 metrics[f"predicted_acceptance_length_{key}"] = foretold
@@ -109,18 +114,26 @@ class Collect(Stage):
         return metrics
 
 
-def score(drafter: Drafter, answer: Answer, max_depth: int) -> torch.Tensor:  # [A, max_depth]
-    """The drafter's chances on one answer."""
-    return drafter.score(
-        answer.token_ids.tolist(),
-        answer.num_prompt_tokens,
-        answer.logprobs,
-        answer.sampling,
-        max_depth,
-    )
+def chunks(answers: Iterable[Answer], size: int) -> Iterator[list[Answer]]:
+    """Lists of at most `size`."""
+    rest = iter(answers)
+    while some := list(islice(rest, size)):
+        yield some
 
 
-def record(answer: Answer, drafter: str, accept: torch.Tensor) -> dict[str, Any]:
+def add(
+    totals: dict[tuple[str, str], list[float]],
+    drafter: str,
+    answers: Sequence[Answer],
+    passes: Iterable[float],
+) -> None:
+    """Count the answers' tokens and passes, by law."""
+    for answer, count in zip(answers, passes, strict=True):
+        held = totals.setdefault((drafter, answer.law), [0.0, 0.0])
+        held[0], held[1] = held[0] + len(answer.logprobs), held[1] + float(count)
+
+
+def record(answer: Answer, drafter: str, accept: np.ndarray) -> dict[str, Any]:
     """One row of the artifact."""
     return {
         "prompt_id": answer.id,
@@ -132,7 +145,7 @@ def record(answer: Answer, drafter: str, accept: torch.Tensor) -> dict[str, Any]
         "law": answer.law,
         "temperature": answer.sampling.temperature,
         "drafter": drafter,
-        "accept": accept.cpu().numpy().astype(np.float32),
+        "accept": accept,
     }
 
 
