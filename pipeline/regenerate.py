@@ -16,6 +16,7 @@ from pipeline.benches import BenchData
 from pipeline.build import fast_dtype, load_target
 from pipeline.chat import load_prompts, prompt_ids
 from pipeline.generation import EOS, Generates, Generator, Job, Trace
+from pipeline.lint import lint_answers, lint_prompts
 from pipeline.progress import progress
 from pipeline.runtime import Runtime
 from pipeline.stage import Need, Stage, Workspace
@@ -113,6 +114,7 @@ class Regenerate(Stage):
                 f"{self.max_prompt_tokens} and, with an answer of max_new_tokens, the target's "
                 f"context of {target.max_context}; lower max_new_tokens or give shorter prompts"
             )
+        lint_prompts(((row.prompt, row.prompt_ids) for row in fitting), target.tokenizer)
         left_out = num_shards = turn = 0
         while rows:
             fitting = [row for row in rows if self._fits(row, target.max_context)]
@@ -123,7 +125,9 @@ class Regenerate(Stage):
                 num_shards += len(list(cut(fitting, self.shard_rows)))
             turn += 1
             rows = list(self.later_rows(prompts, workspace.out, target, turn))
-        return {**summary(workspace.out), "prompts_left_out": left_out}
+        found = lint_answers(workspace.out, target)
+        found.tell()
+        return {**summary(workspace.out), "prompts_left_out": left_out, **found.metrics}
 
     def samplings(self, seed: int) -> dict[str, Sampling]:
         """The named laws."""

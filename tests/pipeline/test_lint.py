@@ -23,7 +23,7 @@ import torch
 from test_regenerate import stage as regenerate_stage
 from test_train_drafter import World, distill, finetune, train, world  # noqa: F401
 from tiny import EOS, TEMPLATE, VOCAB_SIZE, tiny_model, tiny_target_folder, tiny_tokenizer
-from workspace import RUNTIME, prompt, tiny_config, write_prompts
+from workspace import RUNTIME, prompt, tiny_config, workspace, write_prompts
 
 from decode.targets.transformers import TransformersTarget
 from decode.types import Sampling
@@ -32,6 +32,7 @@ from pipeline.chat import prompt_ids
 from pipeline.lint import MOST_ASKED, Linter, foreign_share, lint_answers, lint_prompts
 from pipeline.lint_report import LintReport, read_lint, remarks
 from pipeline.lint_sources import prompts_behind
+from pipeline.manifest import read_manifest
 from pipeline.prepare import Prepare
 from pipeline.row_lint import loops
 from pipeline.stage import Pipeline
@@ -489,7 +490,19 @@ def test_a_warning_is_said_once_however_many_drafters_learn(target, caplog):
     assert sum("answers are empty" in record.getMessage() for record in caplog.records) == 1
 
 
-# ------------------------------------------------------------------------------------- in training
+# ----------------------------------------------------------------------------- in other stages
+
+
+def test_regenerate_looks_at_prompts_before_and_at_answers_after(artifacts, tmp_path):
+    _, answers = artifacts
+    assert read_manifest(answers)["metrics"]["lint_rows"] == 12
+    other = tiny_target_folder(tmp_path / "target")
+    (other / "chat_template.jinja").write_text(NO_PROMPT)
+    prompts = write_prompts(tmp_path / "prompts", {"drafter_train": [*PROMPTS.values()]})
+    place = workspace({"target": tiny_config(other)}, {"prompts": prompts}, tmp_path / "out")
+    with pytest.raises(ValueError, match="ignores add_generation_prompt"):
+        regenerate_stage().run(place)
+    assert not list((tmp_path / "out").glob("answers-*"))
 
 
 def test_training_keeps_what_the_linter_found(world: World, tmp_path):  # noqa: F811
