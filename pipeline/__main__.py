@@ -21,7 +21,7 @@ from pipeline.tracking import publish
 
 log = logging.getLogger("pipeline")
 
-GROUPS = ("data", "target", "encoder", "policy", "runtime", "tracking")
+GROUPS = ("data", "bench", "target", "encoder", "policy", "runtime", "tracking")
 TRAINING = ("finetune", "distill")
 
 

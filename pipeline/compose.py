@@ -1,6 +1,7 @@
 """Compose conf/ with what was typed after `python -m pipeline`; a typo ends in one sentence."""
 
 import difflib
+import logging
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
@@ -14,13 +15,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config import ConfigError, choose, suggestion
 
+log = logging.getLogger(__name__)
+
 EVERY_KEY = "python -m pipeline --cfg job prints every key"
 
 
 def compose_config(arguments: Sequence[str]) -> DictConfig:
     """The composed tree, in which every key, group and stage that was typed exists."""
-    overrides = [parse(argument) for argument in arguments]
     groups = config_groups()
+    overrides = [as_bench(parse(argument), groups) for argument in arguments]
     for override in overrides:
         check_group(override, groups)
     chosen = [o.input_line or "" for o in overrides if o.key_or_group in groups]
@@ -61,6 +64,18 @@ def parse(argument: str) -> Override:
     if override.is_sweep_override():
         raise ConfigError(f"{argument} names several values; run the command once for each of them")
     return override
+
+
+def as_bench(override: Override, groups: dict[str, list[str]]) -> Override:
+    """data=<bench> read as bench=<bench>: it is measured on, and the training data stay."""
+    name = override.value()
+    known = {*groups["bench"]} - {*groups["data"], "none", "files"}
+    if override.key_or_group != "data" or not isinstance(name, str) or name not in known:
+        return override
+    log.info(
+        "data=%s is a benchmark, so bench=%s is what is meant: nothing trains on it", name, name
+    )
+    return parse(f"bench={name}")
 
 
 def check_group(override: Override, groups: dict[str, list[str]]) -> None:

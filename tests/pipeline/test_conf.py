@@ -19,7 +19,7 @@ from pipeline.stage import Stage
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
-GROUPS = ("data", "target", "encoder", "policy", "runtime", "tracking")
+GROUPS = ("data", "bench", "target", "encoder", "policy", "runtime", "tracking")
 CHOICES = [
     f"{path.parent.name}={path.stem}"
     for path in FILES
@@ -27,9 +27,11 @@ CHOICES = [
 ]
 FILL = {  # what a person has to give for these choices
     "data=jsonl": ["data.train=x.jsonl"],
+    "bench=files": ["bench.files=x.jsonl"],
     "data=hub": ["data.name_or_path=x/y"],
     "target=local": ["target.name_or_path=x"],
     "encoder=local": ["encoder.name_or_path=x"],
+    "experiment=gpu_small": ["data.train=x.jsonl"],
     "experiment=gpu_full": ["data.train=x.jsonl"],
 }
 DEFAULTS_ALLOWED = {"pipeline.runtime.Runtime", "decode.types.Sampling"}
