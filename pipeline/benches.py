@@ -43,11 +43,10 @@ class BenchData:
             raise ValueError(f"bench.turns={self.turns} is not known; use {' or '.join(TURNS)}")
         if self.prompts_per_bench < 0:
             raise ValueError(f"bench.prompts_per_bench={self.prompts_per_bench} must be 0 or more")
-        names = self.files if isinstance(self.files, list) else [self.files]
-        if not all(isinstance(name, str) for name in names):
+        given = self.files if isinstance(self.files, list) else [self.files]
+        if not all(isinstance(name, str) for name in given):
             raise ValueError(f"bench.files={self.files} is no path; give one, or a list of them")
-        stems = [stem(Path(name)) for name in names]
-        if twice := [name for name in stems if stems.count(name) > 1]:
+        if twice := [name for name, count in Counter(self.names).items() if count > 1]:
             raise ValueError(
                 f"bench.files names {twice[0]} twice, and a file's name is its benchmark's; "
                 "rename one of the files"
@@ -57,6 +56,12 @@ class BenchData:
     def chosen(self) -> bool:
         """Whether there is a benchmark at all."""
         return bool(self.files)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the benchmarks, in the order of their files."""
+        files = self.files if isinstance(self.files, list) else [self.files]
+        return [stem(Path(name)) for name in files]
 
     def load(self, seed: int) -> dict[str, list[Row]]:
         """Every prompt, in the split BENCH; its turns one after another."""

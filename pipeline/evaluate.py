@@ -3,7 +3,6 @@ deploy.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -17,24 +16,35 @@ from decode.policies.base import PolicyConfig
 from decode.policies.named import policy_config
 from decode.targets.transformers import TransformersTarget
 from decode.types import Sampling
+from pipeline.acceptance import load_acceptance
 from pipeline.answers import Answers
 from pipeline.bench import Bench, open_bench
+from pipeline.bench_evaluation import (
+    context_room,
+    decoded_texts,
+    leaks,
+    quality,
+    recorded_texts,
+    wall_prompts,
+)
+from pipeline.benches import SCORED, BenchData
 from pipeline.build import drafter_needs
 from pipeline.chat import load_prompts, prompt_ids
+from pipeline.families import acceptance_tables, check_laws, check_names, sums_of
 from pipeline.files import write_json
-from pipeline.leaderboard import grid, play
+from pipeline.headline import finite, headline, replay_error
+from pipeline.leaderboard import grid, limited, play
 from pipeline.learning import behind
 from pipeline.manifest import git_state, package_versions
 from pipeline.progress import console
 from pipeline.regenerate import balanced
-from pipeline.replay import Case
 from pipeline.report import findings, write_report
 from pipeline.runtime import hardware
-from pipeline.scores import ALL, HEADLINE_SPLIT, audit, scoreboard
+from pipeline.scores import HEADLINE_SPLIT, audit, scoreboard
 from pipeline.spans import samples
 from pipeline.stage import Need, Stage, Workspace, describe
 from pipeline.verdict import best_lengths, deployment_sentence, recommendations, requirements
-from pipeline.wallclock import PLAIN, Cell, EvalPrompt, Journal, Race, make_prompt
+from pipeline.wallclock import Cell, EvalPrompt, Journal, Race, make_prompt
 
 RESULTS = "results.json"
 
@@ -43,10 +53,10 @@ RESULTS = "results.json"
 class Evaluate(Stage):
     """Decodes test prompts by every method in turn; replays every arm, policy and oracle."""
 
-    reads: ClassVar[tuple[str, ...]] = ("target", "pool", "policy", "encoder")
+    reads: ClassVar[tuple[str, ...]] = ("target", "pool", "policy", "encoder", "bench")
     times: ClassVar[bool] = True
     resumes: ClassVar[bool] = True
-    format_version: ClassVar[int] = 2
+    format_version: ClassVar[int] = 3
     summary: ClassVar[str] = "what each part is worth on this machine, and what to deploy"
 
     prompts_per_domain: dict[str, int]
@@ -58,11 +68,22 @@ class Evaluate(Stage):
     replay_policies: list[str]
     num_resamples: int
     samples_per_domain: int
+    num_draft_tokens: int  # K of the acceptance by domain
+    compare_with: str | None  # the drafter that every other one is compared with, in pairs
+    best_of: dict[str, list[str]]  # name -> drafters, the best of which counts on every answer
+    bench_prompts: int  # of each benchmark and domain, decoded in wall clock; 0: none
+    quality: bool  # whether answers to benchmarks are graded: this runs code that a model wrote
+    quality_seconds: float  # for each program
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_repeats", "num_resamples"):
+        for name in ("max_new_tokens", "num_repeats", "num_resamples", "num_draft_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"stages.evaluate.{name}={getattr(self, name)} must be at least 1")
+        if self.bench_prompts < 0 or self.quality_seconds <= 0:
+            raise ValueError(
+                f"stages.evaluate.bench_prompts={self.bench_prompts} must be 0 or more, and "
+                f"quality_seconds={self.quality_seconds:g} more than 0"
+            )
         if not self.draft_lengths:
             raise ValueError("stages.evaluate.draft_lengths is empty; give the K to compare")
         if "test" not in self.prompts_per_domain or not self.temperatures:
@@ -71,12 +92,19 @@ class Evaluate(Stage):
             )
 
     def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
+        check_names(list(groups["pool"].entries), self.best_of, self.compare_with)
+        bench = groups["bench"]
+        scored = {
+            "bench_acceptance": Need("collect", {SCORED: bench}),
+            "bench_answers": Need("regenerate", {"data": bench}),
+        }
         return {
             "prompts": Need("prepare"),
             "answers": Need("regenerate"),
             "acceptance": Need("collect"),
             "costs": Need("profile"),
             "router": Need("train_router"),
+            **(scored if bench.chosen else {}),
             **drafter_needs(groups["pool"]),
         }
 
@@ -84,13 +112,19 @@ class Evaluate(Stage):
         bench = open_bench(
             workspace, list(self.temperatures), self.draft_lengths, self.num_resamples
         )
+        check_laws(bench.frame, self.temperatures)
         race, cells = self._race(bench, workspace)
+        bench_race, bench_cells = self._bench_race(bench, workspace)
+        methods, every = race.methods, [*cells, *bench_cells]
+        prompts = [*race.prompts, *bench_race.prompts]
         results = {
             "conditions": self._conditions(bench, workspace, race.prompts),
             "fixed": {law: list(arm) for law, arm in bench.fixed.items()},
-            "wall": scoreboard(cells, race.methods, bench.resampling),
-            "audit": audit(cells, self._greedy_laws(), race.prompts, bench.target),
+            "wall": scoreboard(every, methods, bench.resampling),
+            "audit": audit(every, self._greedy_laws(), prompts, bench.target),
             **self._replay(bench),
+            **self._acceptance(bench, workspace),
+            **self._quality(bench, workspace, bench_cells),
         }
         results["replay_error"] = replay_error(results["wall"], results["replay"])
         results["deployment"] = deployment_sentence(results)
@@ -126,17 +160,34 @@ class Evaluate(Stage):
         return [law for law, temperature in self.temperatures.items() if temperature == 0]
 
     def _race(self, bench: "Bench", workspace: Workspace) -> tuple[Race, list[Cell]]:
-        race = Race(
+        prompts = self._prompts(bench.target, workspace)
+        race = self._race_over(prompts, self.max_new_tokens, bench, workspace)
+        return race, race.run(Journal(workspace.out / "cells.jsonl"))
+
+    def _race_over(
+        self, prompts: Sequence[EvalPrompt], length: int, bench: "Bench", workspace: Workspace
+    ) -> Race:
+        return Race(
             target=bench.target,
             drafters=bench.drafters,
             methods={law: bench.methods(law) for law in self.temperatures},
-            prompts=self._prompts(bench.target, workspace),
+            prompts=prompts,
             laws=self.samplings(workspace.seed),
             repeats=self.num_repeats,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=length,
             make_clock=workspace.runtime.make_clock,
         )
-        return race, race.run(Journal(workspace.out / "cells.jsonl"))
+
+    def _bench_race(self, bench: "Bench", workspace: Workspace) -> tuple[Race, list[Cell]]:
+        """The same methods on some prompts of the benchmark, if there is one."""
+        data: BenchData = workspace.groups["bench"]
+        prompts: list[EvalPrompt] = []
+        if data.chosen and self.bench_prompts:
+            room = context_room(bench.target, data)
+            folder = workspace.inputs["bench_answers"]
+            prompts = wall_prompts(folder, self.bench_prompts, workspace.seed, room)
+        race = self._race_over(prompts, data.max_new_tokens, bench, workspace)
+        return race, race.run(Journal(workspace.out / "bench_cells.jsonl"))
 
     def _prompts(self, target: TransformersTarget, workspace: Workspace) -> list[EvalPrompt]:
         """Prompts in an order that mixes domains, those that fit the target's context."""
@@ -176,6 +227,32 @@ class Evaluate(Stage):
             arms = grid(cases, bench.costs, self.draft_lengths, bench.resampling)
         return {"grid": arms, "replay": table}
 
+    def _acceptance(self, bench: Bench, workspace: Workspace) -> dict[str, Any]:
+        """Every drafter by domain and by family, and what trained on what it is measured on."""
+        data: BenchData = workspace.groups["bench"]
+        frames, shared = [bench.frame], []
+        if data.chosen:
+            frames.append(load_acceptance(workspace.inputs["bench_acceptance"]))
+            settings = workspace.manifest("prompts")["identity"]["settings"]
+            shared = leaks(data, workspace.inputs["prompts"], settings)
+        sums = [
+            entry
+            for frame in frames
+            for entry in sums_of(frame, self.num_draft_tokens, self.temperatures)
+        ]
+        tables = acceptance_tables(sums, self.best_of, self.compare_with, bench.resampling)
+        return {**tables, "bench_leaks": shared}
+
+    def _quality(self, bench: Bench, workspace: Workspace, cells: Sequence[Cell]) -> dict[str, Any]:
+        """Whether answers to benchmarks are right, by every method; nothing where it is off."""
+        data: BenchData = workspace.groups["bench"]
+        if not (self.quality and data.chosen):
+            return {"quality": [], "quality_audit": None, "sandbox": []}
+        tokenizer = bench.target.tokenizer
+        recorded = recorded_texts(workspace.inputs["bench_answers"], self.temperatures, tokenizer)
+        texts = [*recorded, *decoded_texts(cells, tokenizer)]
+        return quality(data, texts, self._greedy_laws(), self.quality_seconds)
+
     def _samples(
         self, bench: Bench, workspace: Workspace, lengths: Mapping[tuple[str, str], int]
     ) -> list[dict[str, Any]]:
@@ -210,6 +287,8 @@ class Evaluate(Stage):
             },
             "temperatures": dict(self.temperatures),
             "max_new_tokens": self.max_new_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "benchmarks": workspace.groups["bench"].names,
             "repeats": self.num_repeats,
             "num_resamples": self.num_resamples,
             "seed": workspace.seed,
@@ -220,58 +299,3 @@ class Evaluate(Stage):
             "packages": package_versions(),
             "command": "python -m pipeline stage=evaluate",
         }
-
-
-def limited(cases: Sequence[Case], per_domain: int) -> list[Case]:
-    """The first `per_domain` prompts of each domain, under every law; 0: all."""
-    known: dict[str, set[str]] = {}
-    chosen = []
-    for case in cases:
-        ids = known.setdefault(case.domain, set())
-        if not per_domain or len(ids) < per_domain or case.prompt_id in ids:
-            ids.add(case.prompt_id)
-            chosen.append(case)
-    return chosen
-
-
-def replay_error(
-    wall: Sequence[Mapping[str, Any]], replay: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Predicted against measured speed ratio, for the methods that both have."""
-    predicted = {
-        (row["law"], row["policy"]): row["speed_ratio"]["value"]
-        for row in replay
-        if row["domain"] == ALL
-    }
-    names = {"router only": "router_only + router"}
-    rows = []
-    for row in wall:
-        key = (row["law"], names.get(row["method"], row["method"]))
-        if row["domain"] == ALL and row["method"] != PLAIN and key in predicted:
-            measured = row["speed_ratio"]["value"]
-            found = {"predicted": predicted[key], "measured": measured}
-            error = predicted[key] / measured - 1 if measured else math.nan
-            rows.append({"law": row["law"], "method": row["method"], **found, "error": error})
-    return rows
-
-
-def finite(value: Any) -> Any:
-    """The same content with null for what is not a finite number, so that it is JSON."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(child) for child in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def headline(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that the menu and the tracker show."""
-    figures: dict[str, Any] = {"deployment": results["deployment"]}
-    for row in results["wall"]:
-        if row["domain"] == ALL:
-            name = f"{row['law']}/{row['method']}"
-            figures[f"{name}/tokens_per_second"] = row["tokens_per_second"]
-            if row["method"] != PLAIN:
-                figures[f"{name}/speed_ratio"] = row["speed_ratio"]["value"]
-    figures["greedy_texts_different"] = sum(results["audit"]["different"].values())
-    return finite(figures)

@@ -42,6 +42,18 @@ class Player:
     prior: PriorOf
 
 
+def limited(cases: Sequence[Case], per_domain: int) -> list[Case]:
+    """The first `per_domain` prompts of each domain, under every law; 0: all."""
+    known: dict[str, set[str]] = {}
+    chosen = []
+    for case in cases:
+        ids = known.setdefault(case.domain, set())
+        if not per_domain or len(ids) < per_domain or case.prompt_id in ids:
+            ids.add(case.prompt_id)
+            chosen.append(case)
+    return chosen
+
+
 def groups(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
     """(law, domain) -> cases, as the scoreboard groups cells."""
     found: dict[tuple[str, str], list[Case]] = {}

@@ -16,7 +16,7 @@ from test_report import ratio, results
 from toys import RUNTIME
 
 from pipeline.all import All, lineage
-from pipeline.evaluate import finite
+from pipeline.headline import finite
 from pipeline.stage import Need, Pipeline, Stage, Workspace
 
 RESULTS = finite(results({"plain": ratio(1.0, 1.0, 1.0)}, {}))

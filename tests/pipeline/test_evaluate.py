@@ -24,12 +24,16 @@ from drafters.lm import LmConfig
 from drafters.ngram import NgramConfig
 from pipeline import bench, train_router
 from pipeline.answers import Answers
+from pipeline.bench_evaluation import leaks
+from pipeline.benches import SCORED, BenchData
 from pipeline.collect import Collect
-from pipeline.config import Pool, PoolEntry
+from pipeline.compose import compose_config
+from pipeline.config import Pool, PoolEntry, typed
 from pipeline.evaluate import Evaluate
 from pipeline.manifest import finish
 from pipeline.models import EncoderConfig
 from pipeline.profile import Profile
+from pipeline.quality.final import final_answer
 from pipeline.regenerate import Regenerate
 from pipeline.report import as_text
 from pipeline.runtime import Runtime
@@ -49,6 +53,21 @@ EVALUATE = Evaluate(
     replay_policies=["thompson", "thompson_flat", "ucb1", "router_only"],
     num_resamples=50,
     samples_per_domain=1,
+    num_draft_tokens=3,
+    compare_with="ngram",
+    best_of={"best": ["ngram", "cut"]},
+    bench_prompts=1,
+    quality=False,
+    quality_seconds=5.0,
+)
+NO_BENCH = BenchData(
+    folder=".",
+    files=[],
+    turns="all",
+    prompts_per_bench=0,
+    laws="both",
+    max_new_tokens=12,
+    max_prompt_tokens=60,
 )
 
 
@@ -74,6 +93,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "target": tiny_config(tiny_target_folder(root / "target")),
         "pool": pool(),
         "encoder": encoder,
+        "bench": NO_BENCH,
         "policy": policy_config("posterior"),
     }
     domains = ("code", "chat")
@@ -82,7 +102,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for i, split in enumerate(SPLITS)
     }
     inputs = {"prompts": write_prompts(root / "prepare" / "0", rows)}
-    finish(inputs["prompts"], {"stage": "prepare", "inputs": {}}, {}, time.time())
+    settings = {"leak_words": 13, "boilerplate_rows": 20}
+    prepared = {"stage": "prepare", "inputs": {}, "settings": settings}
+    finish(inputs["prompts"], prepared, {}, time.time())
 
     def run(name: str, stage: Any, key: str) -> None:
         out = root / name / "0"
@@ -162,6 +184,144 @@ def done(built: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, di
     return out, evaluate(built, out)
 
 
+QUESTIONS = [f"w{n} w{n + 1} w{n + 2}" for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def benched(built: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """With two benchmarks: talk of two turns, and a quiz whose first three answers are right."""
+    root, (groups, inputs) = tmp_path_factory.mktemp("benched"), built
+    talk = [{"id": n, "domain": "chat", "turns": ["w9 w8", f"w{n}"]} for n in range(3)]
+    data = replace(NO_BENCH, folder=str(root), files=["quiz.jsonl", "talk.jsonl"])
+    write_lines(root / "talk.jsonl", talk)
+    write_lines(root / "quiz.jsonl", [{"id": n, "prompt": q} for n, q in enumerate(QUESTIONS)])
+    groups = {**groups, "bench": data}
+    prompts, answers, acceptance = root / "prompts", root / "answers", root / "acceptance"
+    for folder in (prompts, answers, acceptance):
+        folder.mkdir()
+    prepare = typed(compose_config([]).stages.prepare, "stages.prepare")
+    swapped = {**groups, "data": data, SCORED: data}
+    prepare.run(Workspace(swapped, {}, prompts, 3, RUNTIME))
+    stage = regenerate({"test": 0}).for_groups(swapped)
+    stage.run(Workspace(swapped, {"prompts": prompts}, answers, 3, RUNTIME))
+    check: dict[str, Any] = {"check_split": "t", "check_prompts": 1, "check_num_draft_tokens": 3}
+    collect = Collect(splits=["test"], max_depth=5, **check).for_groups(swapped)
+    collect.run(Workspace(swapped, {"answers": answers}, acceptance, 3, RUNTIME))
+    decode = tiny_tokenizer().decode
+    said = {a.id: decode(a.answer_ids) for a in Answers(answers).rows(law="greedy")}
+    quiz = [
+        {"id": n, "prompt": q, "answer": final_answer(said[f"quiz/{n}/1"]) if n < 3 else "-1"}
+        for n, q in enumerate(QUESTIONS)
+    ]
+    write_lines(root / "quiz.jsonl", quiz)
+    for folder in (answers, acceptance):
+        finish(folder, {"stage": folder.name, "inputs": {}}, {}, time.time())
+    return groups, {**inputs, "bench_answers": answers, "bench_acceptance": acceptance}
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def graded(benched: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("graded")
+    return out, evaluate(benched, out, replace(EVALUATE, quality=True, bench_prompts=4))
+
+
+def test_benchmarks_stand_beside_the_test_split(
+    graded: tuple[Path, dict[str, Any]], done: tuple[Path, dict[str, Any]]
+) -> None:
+    results, plain = graded[1], done[1]
+    own = [row for row in results["wall"] if row["domain"] not in ("quiz", "talk")]
+    assert own == plain["wall"]
+    assert plain["quality"] == plain["acceptance_by_family"] == []
+    rows = [row for row in results["wall"] if row["domain"] == "quiz"]
+    assert {row["num_prompts"] for row in rows} == {4}
+    assert len(rows) == 2 * 5
+    acceptance = {
+        (row["drafter"], row["split"], row["domain"], row["law"]): row
+        for row in results["acceptance_by_domain"]
+    }
+    assert {key[1:3] for key in acceptance} == {
+        *(("test", "code"), ("test", "chat"), ("mixed", "code"), ("mixed", "chat")),
+        *(("quiz", "quiz"), ("talk", "talk")),
+    }
+    assert {key[0] for key in acceptance} == {"ngram", "cut", "best"}
+    assert acceptance["cut", "talk", "talk", "greedy"]["num_prompts"] == 3
+    for (drafter, *where), row in acceptance.items():
+        assert row["low"] <= row["acceptance_length"] <= row["high"], (drafter, where)
+        best = acceptance["best", where[0], where[1], where[2]]
+        assert best["acceptance_length"] >= row["acceptance_length"] - 1e-9
+    assert {row["drafter"] for row in results["gains"]} == {"cut", "best"}
+
+
+def test_the_domain_table_agrees_with_the_replayed_grid(done: tuple[Path, dict[str, Any]]) -> None:
+    found = {
+        (row["drafter"], row["domain"], row["law"]): row["acceptance_length"]
+        for row in done[1]["acceptance_by_domain"]
+        if row["split"] == "test"
+    }
+    for row in done[1]["grid"]:
+        key = (row["drafter"], row["domain"], row["law"])
+        if row["num_draft_tokens"] == 3 and key in found:
+            assert found[key] == pytest.approx(row["acceptance_length"])
+
+
+def test_quality_is_that_of_plain_decoding(graded: tuple[Path, dict[str, Any]]) -> None:
+    results = graded[1]
+    rows = {(row["method"], row["law"]): row for row in results["quality"]}
+    assert rows["recorded", "greedy"]["passed"] == 3
+    assert rows["recorded", "greedy"]["num_answers"] == 6
+    methods = {"plain", "best fixed", "router only", "policy cold", "policy + router"}
+    assert {method for method, _ in rows} == methods | {"recorded"}
+    assert len({rows[method, "greedy"]["passed"] for method in methods}) == 1
+    assert 0 < rows["plain", "greedy"]["passed"] < 8, "an equality of nothing"
+    audit = results["quality_audit"]
+    assert audit["is_equal"]
+    assert set(audit["compared"].values()) == {8}  # four questions, two repeats
+    assert results["sandbox"] == []  # no program was run
+
+
+def test_a_quality_that_moved_is_found(
+    benched: Any, graded: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    for name in ("cells.jsonl", "bench_cells.jsonl"):
+        shutil.copy(graded[0] / name, tmp_path / name)
+    cells = [json.loads(line) for line in (tmp_path / "bench_cells.jsonl").read_text().splitlines()]
+    right = {f"quiz/{n}/1" for n in range(3)}
+    wrong = next(
+        c
+        for c in cells
+        if c["id"] in right and c["law"] == "greedy" and c["method"] == "best fixed"
+    )
+    wrong["token_ids"] = wrong["token_ids"][:1]
+    write_lines(tmp_path / "bench_cells.jsonl", cells)
+    results = evaluate(benched, tmp_path, replace(EVALUATE, quality=True, bench_prompts=4))
+    audit = results["quality_audit"]
+    assert not audit["is_equal"]
+    assert [row["id"] for row in audit["moved"]] == [wrong["id"]]
+    assert results["audit"]["different"]["best fixed"] == 1
+
+
+def test_what_shares_text_with_a_benchmark_is_counted(benched: Any, tmp_path: Path) -> None:
+    groups, _ = benched
+    shared = " ".join(f"w{n}" for n in range(40, 60))
+    row = {**prompt(900, "chat"), "text": shared}
+    prompts = write_prompts(tmp_path / "prompts", {"validation": [row, prompt(901, "chat")]})
+    bench_file = replace(groups["bench"], folder=str(tmp_path), files="held.jsonl")
+    write_lines(tmp_path / "held.jsonl", [{"id": 0, "prompt": f"please say {shared} once"}])
+    settings = {"leak_words": 13, "boilerplate_rows": 20}
+    assert leaks(bench_file, prompts, settings) == [
+        {"split": "validation", "bench": "held", "num_prompts": 1, "example": shared}
+    ]
+
+
+def test_another_temperature_than_was_recorded_is_refused(built: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"sampled was answered at temperature 0\.8"):
+        evaluate(built, tmp_path, replace(EVALUATE, temperatures={"sampled": 1.0}))
+
+
 def test_every_method_decodes_the_same_prompts(done: tuple[Path, dict[str, Any]]) -> None:
     out, results = done
     cells = list(Journal(out / "cells.jsonl").cells.values())
@@ -222,7 +382,7 @@ def test_the_report_stands_alone_and_says_what_to_deploy(
 ) -> None:
     out, results = done
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert page.count("data:image/png;base64,") == 3  # nothing was trained
+    assert page.count("data:image/png;base64,") == 4  # nothing was trained
     assert "$" not in page.split("</style>")[1]
     assert "<link" not in page
     assert 'src="http' not in page

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.evaluate import finite, replay_error
+from pipeline.headline import finite, replay_error
 from pipeline.report import as_text, audit_text, findings, wall_table, write_report
 from pipeline.verdict import (
     best_lengths,
