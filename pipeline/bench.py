@@ -16,7 +16,7 @@ from pipeline.build import build_drafters, load_target
 from pipeline.leaderboard import Player
 from pipeline.models import resolve_encoder
 from pipeline.profile import read_costs
-from pipeline.replay import Arm, Case, arm_totals, best_arm, read_cases
+from pipeline.replay import Arm, Case, arm_tables, best_arm, read_cases
 from pipeline.scores import Resampling
 from pipeline.stage import Workspace
 from pipeline.wallclock import PLAIN, Method
@@ -125,7 +125,7 @@ def choose_fixed(
     """
     chosen = {}
     for law in laws:
-        tables = [arm_totals(case, costs, lengths) for case in cases if case.law == law]
+        tables = arm_tables([case for case in cases if case.law == law], costs, lengths)
         if not tables:
             raise ValueError(
                 f"the acceptance artifact holds no answers of split router_train under law {law}; "

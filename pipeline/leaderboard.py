@@ -16,7 +16,7 @@ from pipeline.replay import (
     Case,
     Totals,
     add,
-    arm_totals,
+    arm_tables,
     best_arm,
     draws,
     realised,
@@ -75,7 +75,8 @@ def grid(
     speed.
     """
     rows = []
-    tables = {id(case): arm_totals(case, costs, lengths) for case in cases}
+    found = arm_tables(cases, costs, lengths)
+    tables = {id(case): table for case, table in zip(cases, found, strict=True)}
     for (law, domain), members in groups(cases).items():
         own = [tables[id(case)] for case in members]
         plain = [table[PLAIN] for table in own]
@@ -114,7 +115,7 @@ def play(
     An oracle's arm is chosen on one realisation of the acceptances and scored on another, on which
     the policies play too. At temperature 0 the two are equal: there the oracle is exact hindsight.
     """
-    tables = {id(case): _tables(case, costs, lengths, resampling.seed) for case in cases}
+    tables = _tables(cases, costs, lengths, resampling.seed)
     totals: dict[str, dict[int, Totals]] = {}
     for case in cases:
         known, unseen = tables[id(case)]
@@ -143,16 +144,17 @@ def play(
 
 
 def _tables(
-    case: Case, costs: Costs, lengths: Sequence[int], seed: int
-) -> tuple[dict[Arm, Totals], dict[Arm, Totals]]:
-    """Every arm on the realisation that oracles choose on, and on the one that all are scored
-    on.
+    cases: Sequence[Case], costs: Costs, lengths: Sequence[int], seed: int
+) -> dict[int, tuple[dict[Arm, Totals], dict[Arm, Totals]]]:
+    """Every arm of each case on the realisation that oracles choose on, and on the one that all are
+    scored on.
     """
     known, unseen = (
-        arm_totals(realised(case, draws(case, seed, repeat)), costs, lengths)
+        arm_tables([realised(case, draws(case, seed, repeat)) for case in cases], costs, lengths)
         for repeat in (KNOWN, UNSEEN)
     )
-    return known, unseen
+    places = map(id, cases)
+    return {place: (one, other) for place, one, other in zip(places, known, unseen, strict=True)}
 
 
 def _row(name: str, ours: Mapping[str, list[Totals]], resampling: Resampling) -> dict[str, Any]:

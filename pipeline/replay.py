@@ -10,6 +10,7 @@ their choices only. At temperature 0 chances are 0 or 1 and every realisation is
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Arm = tuple[str, int]
 PLAIN: Arm = (OFF, 0)
+CASES_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,42 +82,73 @@ def read_cases(frame: "pd.DataFrame", split: str, drafters: Sequence[str]) -> li
 
 def arm_totals(case: Case, costs: Costs, lengths: Sequence[int]) -> dict[Arm, Totals]:
     """What every (drafter, K), and plain decoding, takes for this answer."""
-    costs = costs.under(case.sampling)
-    tokens = float(case.num_tokens)
-    totals = {PLAIN: Totals(tokens, tokens, tokens * costs.plain_seconds, 0.0, tokens)}
-    for name, accept in case.accept.items():
-        for place, sums in enumerate(expected_sums(accept, name, costs, lengths)):
-            totals[(name, lengths[place])] = Totals(tokens, *map(float, sums))
-    return totals
+    return arm_tables([case], costs, lengths)[0]
+
+
+def arm_tables(
+    cases: Sequence[Case], costs: Costs, lengths: Sequence[int]
+) -> list[dict[Arm, Totals]]:
+    """arm_totals of every case, many at once."""
+    tables: list[dict[Arm, Totals]] = [{} for _ in cases]
+    order = sorted(  # of one law, whose costs they share, and of like lengths: little padding
+        range(len(cases)), key=lambda place: (cases[place].sampling.greedy, cases[place].num_tokens)
+    )
+    for _, places in groupby(order, key=lambda place: cases[place].sampling.greedy):
+        alike = list(places)
+        for low in range(0, len(alike), CASES_AT_ONCE):
+            some = alike[low : low + CASES_AT_ONCE]
+            found = _tables([cases[place] for place in some], costs, lengths)
+            for place, table in zip(some, found, strict=True):
+                tables[place] = table
+    return tables
+
+
+def _tables(cases: Sequence[Case], costs: Costs, lengths: Sequence[int]) -> list[dict[Arm, Totals]]:
+    """Of cases under one law."""
+    costs = costs.under(cases[0].sampling)
+    tables: list[dict[Arm, Totals]] = []
+    for case in cases:
+        tokens = float(case.num_tokens)
+        tables.append({PLAIN: Totals(tokens, tokens, tokens * costs.plain_seconds, 0.0, tokens)})
+    for name in cases[0].accept:
+        sums = expected_sums([case.accept[name] for case in cases], name, costs, lengths)
+        for case, table, of_case in zip(cases, tables, sums, strict=True):
+            for length, figures in zip(lengths, of_case.tolist(), strict=True):
+                table[(name, length)] = Totals(float(case.num_tokens), *figures)
+    return tables
 
 
 def expected_sums(
-    accept: np.ndarray, drafter: str, costs: Costs, lengths: Sequence[int]
-) -> np.ndarray:
-    """Expected passes, seconds, draft seconds and undrafted steps of an answer, [len(lengths), 4].
+    accepts: Sequence[np.ndarray], drafter: str, costs: Costs, lengths: Sequence[int]
+) -> np.ndarray:  # [P] of [A, D] -> [P, L, 4]
+    """Expected passes, seconds, draft seconds and undrafted steps of each answer, for each K.
 
     value(t) = own(t) + sum_n P(n accepted at t) value(t + n + 1), from the last token backwards.
     """
-    num_tokens, depth = accept.shape
+    num_tokens = np.array([len(accept) for accept in accepts])  # [P]
+    depth, longest = accepts[0].shape[1], int(num_tokens.max())
     most = np.minimum(np.asarray(lengths), depth)  # [L]
-    offered = offered_lengths(accept)  # [A]
-    chances = np.nan_to_num(accept, nan=0.0)
-    reach = np.concatenate(
-        [np.ones((num_tokens, 1)), chances.cumprod(axis=1)], axis=1
-    )  # [A, D + 1]
+    chances = np.zeros((len(accepts), longest, depth + 1))  # the last depth: nothing is drafted
+    offered = np.zeros((len(accepts), longest), dtype=int)
+    for place, accept in enumerate(accepts):
+        chances[place, : len(accept), :depth] = np.nan_to_num(accept, nan=0.0)
+        offered[place, : len(accept)] = offered_lengths(accept)
     prices = np.array([costs.step_seconds(drafter, k) for k in range(depth + 1)])
     drafts = np.array([costs.draft(drafter, k) for k in range(depth + 1)])
-    value = np.zeros((num_tokens + depth + 1, len(most), 4))
+    own = np.stack([np.ones(depth + 1), prices, drafts, np.arange(depth + 1) == 0], axis=1)
+    value = np.zeros((len(accepts), longest + depth + 1, len(most), 4))
     outcomes = np.arange(depth + 1)
-    for start in range(num_tokens - 1, -1, -1):
-        drafted = np.minimum(most, offered[start])  # [L]
-        ends = outcomes[None, :] == drafted[:, None]  # all accepted
-        stops = (outcomes[None, :] < drafted[:, None]) * (1 - np.append(chances[start], 0.0))
-        law = reach[start] * (ends + stops)  # [L, D + 1]
-        after = value[start + 1 : start + depth + 2]  # [D + 1, L, 4]
-        own = np.stack([np.ones(len(most)), prices[drafted], drafts[drafted], drafted == 0], axis=1)
-        value[start] = own + np.einsum("ln,nlv->lv", law, after)
-    return value[0]
+    for start in range(longest - 1, -1, -1):
+        here = chances[:, start]  # [P, D + 1]
+        reach = np.concatenate([np.ones((len(here), 1)), here[:, :-1].cumprod(axis=1)], axis=1)
+        drafted = np.minimum(most, offered[:, start, None])  # [P, L]
+        ends = outcomes == drafted[..., None]  # all accepted; [P, L, D + 1]
+        stops = (outcomes < drafted[..., None]) * (1 - here)[:, None]
+        after = value[:, start + 1 : start + depth + 2]  # [P, D + 1, L, 4]
+        later = np.einsum("pln,pnlv->plv", reach[:, None] * (ends + stops), after)
+        is_inside = start < num_tokens[:, None, None]
+        value[:, start] = np.where(is_inside, own[drafted] + later, 0.0)
+    return value[:, 0]
 
 
 def offered_lengths(accept: np.ndarray) -> np.ndarray:  # [A, D] -> [A]

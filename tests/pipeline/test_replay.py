@@ -9,6 +9,7 @@ held to 4 standard errors.
 
 import math
 from collections.abc import Mapping
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from pipeline.leaderboard import BEST_FIXED, HINDSIGHT, ORACLE_ARM, Player, grid
 from pipeline.replay import (
     PLAIN,
     Case,
+    arm_tables,
     arm_totals,
     best_arm,
     draws,
@@ -86,6 +88,18 @@ def test_expected_passes_are_those_of_the_acceptance_artifact(law: str, tokens: 
 
 def tiny_case(tokens: int, law: str) -> Case:
     return Case("p", "test", "d", "", law, Sampling(), 3, tokens, {"lm": np.full((tokens, 5), 0.5)})
+
+
+def test_many_answers_at_once_are_each_answer_alone() -> None:
+    """Lengths and laws mixed, one answer shorter than a draft."""
+    many = [case(n, tokens=5 + 3 * n, law=("greedy", "sampled")[n % 2]) for n in range(7)]
+    short = {name: table[:1] for name, table in many[0].accept.items()}
+    many.append(replace(many[0], num_tokens=1, accept=short))
+    for one, table in zip(many, arm_tables(many, COSTS, LENGTHS), strict=True):
+        alone = arm_totals(one, COSTS, LENGTHS)
+        assert list(table) == list(alone)
+        for arm, found in table.items():
+            assert astuple(found) == pytest.approx(astuple(alone[arm]), rel=1e-12)
 
 
 @pytest.mark.parametrize("arm", [("lm", 1), ("lm", 5), ("lookup", 2), ("lookup", 8)])
