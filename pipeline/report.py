@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline import markup
+from pipeline.bench_tables import bench_section
 from pipeline.plots import draw_all
 from pipeline.progress import WIDE
 from pipeline.report_tables import (
@@ -79,6 +80,7 @@ def write_report(results: Results, folder: Path) -> Path:
         grid=grid_table(results),
         replay=replay_table(results),
         acceptance=acceptance_table(results),
+        benchmarks=bench_section(results),
         samples=markup.samples(results.get("samples", [])) or "<p>None were kept.</p>",
         training=training_table(results),
         training_cost=cost_table(results),

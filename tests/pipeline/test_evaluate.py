@@ -281,6 +281,10 @@ def test_quality_is_that_of_plain_decoding(graded: tuple[Path, dict[str, Any]]) 
     assert audit["is_equal"]
     assert set(audit["compared"].values()) == {8}  # four questions, two repeats
     assert results["sandbox"] == []  # no program was run
+    page = (graded[0] / "report.html").read_text(encoding="utf-8")
+    assert "All 32 greedy answers of other methods are graded as plain decoding" in page
+    for title in ("Acceptance length by task family", "Right answers", "Drafters against one"):
+        assert title in page
 
 
 def test_a_quality_that_moved_is_found(
@@ -302,6 +306,7 @@ def test_a_quality_that_moved_is_found(
     assert not audit["is_equal"]
     assert [row["id"] for row in audit["moved"]] == [wrong["id"]]
     assert results["audit"]["different"]["best fixed"] == 1
+    assert "graded otherwise" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_what_shares_text_with_a_benchmark_is_counted(benched: Any, tmp_path: Path) -> None:
