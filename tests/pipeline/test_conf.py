@@ -33,6 +33,7 @@ FILL = {  # what a person has to give for these choices
     "encoder=local": ["encoder.name_or_path=x"],
     "experiment=gpu_small": ["data.train=x.jsonl"],
     "experiment=gpu_full": ["data.train=x.jsonl"],
+    "experiment=gpu_small": ["data.train=x.jsonl"],
 }
 DEFAULTS_ALLOWED = {"pipeline.runtime.Runtime", "decode.types.Sampling"}
 
