@@ -205,8 +205,10 @@ def _curves(results: Mapping[str, Any], path: Path) -> Path:
         accepted.set_ylabel("acceptance_length")
         if accepted.lines:
             accepted.legend(fontsize=7, frameon=False)
+    from matplotlib.ticker import MaxNLocator
+
     for axis in axes:
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in axes[-2:]:
         axis.set_xlabel("step")
     return _save(figure, path)

@@ -31,7 +31,6 @@ FILL = {  # what a person has to give for these choices
     "data=hub": ["data.name_or_path=x/y"],
     "target=local": ["target.name_or_path=x"],
     "encoder=local": ["encoder.name_or_path=x"],
-    "experiment=gpu_small": ["data.train=x.jsonl"],
     "experiment=gpu_full": ["data.train=x.jsonl"],
     "experiment=gpu_small": ["data.train=x.jsonl"],
 }
