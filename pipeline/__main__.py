@@ -22,7 +22,7 @@ from pipeline.tracking import publish
 log = logging.getLogger("pipeline")
 
 GROUPS = ("data", "bench", "target", "encoder", "policy", "runtime", "tracking")
-TRAINING = ("finetune", "distill")
+TRAINING = ("finetune", "distill", "member")  # one entry at a time
 
 
 class TypedStages(Mapping[str, Stage]):
@@ -100,6 +100,8 @@ def build_pipeline(config: DictConfig, settings: Settings, overrides: Sequence[s
         raise ConfigError(
             f"entry={settings.entry} goes with stage=finetune or stage=distill; leave it out here"
         )
+    if settings.stage == "portfolio":
+        groups["members"] = _members(groups["pool"])
 
     def finished(artifact: Artifact) -> None:
         seconds = read_manifest(artifact.folder)["seconds"]
@@ -127,6 +129,17 @@ def _entry(pool: Any, name: str | None, stage: str) -> Any:
         return select_entry(pool, name, stage)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _members(pool: Any) -> Any:
+    from pipeline.build import portfolio_members
+
+    members = portfolio_members(pool)
+    if not members:
+        raise ConfigError(
+            "no entry of this pool has trained_by=portfolio; give one to at least two of them"
+        )
+    return members
 
 
 def _say_start(artifact: Artifact) -> None:

@@ -53,8 +53,9 @@ def fast_dtype(device: str) -> str:
 
 def select_entry(pool: Pool, name: str | None, stage: str) -> NamedEntry:
     """The entry that `stage` trains: the named one, or the only one there is."""
-    trainable = [known for known, entry in pool.entries.items() if entry.trained_by == stage]
-    choices = f"entries of this pool with trained_by={stage}: {', '.join(trainable) or 'none'}"
+    trainable = [known for known, entry in pool.entries.items() if entry.stage == stage]
+    key = "portfolio" if stage == "member" else stage
+    choices = f"entries of this pool with trained_by={key}: {', '.join(trainable) or 'none'}"
     if name is None and len(trainable) == 1:
         name = trainable[0]
     if name is None:
@@ -94,12 +95,21 @@ def parent_need(pool: Pool, entry: PoolEntry) -> dict[str, Need]:
 def trained_need(pool: Pool, name: str) -> Need:
     """Where the trained drafter of an entry comes from."""
     entry = pool.entries[name]
-    if entry.trained_by not in TRAINERS:
+    if entry.stage is None or entry.trained_by not in TRAINERS:
         raise ValueError(
             f"pool entry {name} has trained_by={entry.trained_by}; "
             f"choose null or one of {', '.join(TRAINERS)}"
         )
-    return Need(entry.trained_by, {"entry": named_entry(pool, name)})
+    return Need(entry.stage, {"entry": named_entry(pool, name)})
+
+
+def portfolio_members(pool: Pool) -> dict[str, NamedEntry]:
+    """The entries that share the prompts out among themselves."""
+    return {
+        name: named_entry(pool, name)
+        for name, entry in pool.entries.items()
+        if entry.trained_by == "portfolio"
+    }
 
 
 def drafter_needs(pool: Pool, names: Iterable[str] | None = None) -> dict[str, Need]:

@@ -19,7 +19,7 @@ EXAMPLES = {  # a word of OmegaConf's message -> what is wanted, and one
     "list": ("a list", "[a,b]"),
     "List": ("a list", "[a,b]"),
 }
-TRAINERS = ("finetune", "distill")  # stages that make drafters
+TRAINERS = ("finetune", "distill", "portfolio")  # what makes drafters
 SCALARS = (int, float, str, bool)
 
 
@@ -55,6 +55,11 @@ class PoolEntry:
     domains: list[str]  # whose answers train it; empty: all
     init_from: str | None  # another entry to start from; None: as its drafter's config says
     overrides: dict[str, Any] = field(default_factory=dict)  # of its training stage's settings
+
+    @property
+    def stage(self) -> str | None:
+        """The stage whose artifact is this drafter alone."""
+        return "member" if self.trained_by == "portfolio" else self.trained_by
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ ORDER = (
     "regenerate",
     "finetune",
     "distill",
+    "portfolio",
+    "member",
     "collect",
     "profile",
     "train_router",
@@ -53,8 +55,11 @@ def _rows(pipeline: Pipeline, name: str) -> Iterator[tuple[str, str]]:
         yield name, "-"
         return
     entries = pipeline.groups["pool"].entries
-    trained = [key for key, entry in entries.items() if entry.trained_by == name]
-    if name not in ("finetune", "distill"):
+    trained = [key for key, entry in entries.items() if entry.stage == name]
+    if name == "portfolio":
+        shared = any(entry.trained_by == name for entry in entries.values())
+        yield name, _state(pipeline, name, None) if shared else "nothing to train in this pool"
+    elif name not in ("finetune", "distill", "member"):
         yield name, _state(pipeline, name, None)
     elif not trained:
         yield name, "nothing to train in this pool"
@@ -69,6 +74,10 @@ def _state(pipeline: Pipeline, name: str, entry: str | None) -> str:
         from pipeline.build import trained_need
 
         groups |= trained_need(groups["pool"], entry).groups
+    elif name == "portfolio":
+        from pipeline.build import portfolio_members
+
+        groups["members"] = portfolio_members(groups["pool"])
     try:
         with no_fetching():
             artifact = pipeline.locate(name, groups)

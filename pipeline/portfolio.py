@@ -1,0 +1,274 @@
+"""Drafters that divide the prompts among themselves: each learns from those that it accepts best.
+
+A round shares the prompts out, and then trains every member on its share. The first round goes by
+the members' `domains`; the later ones by what the members have become (hard assignment, as k-means
+does it, with target passes for distance), so that specialists come from what pays.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from drafters.network_drafter import NetworkDrafter
+from pipeline.answers import Answer, Answers
+from pipeline.build import NamedEntry, load_target, parent_need
+from pipeline.distill import Distill
+from pipeline.files import write_json
+from pipeline.history import FILE as HISTORY
+from pipeline.launch import sole_writer
+from pipeline.lint_report import read_lint
+from pipeline.sharing import by_label, by_passes, summed
+from pipeline.stage import Need, Workspace
+from pipeline.train_drafter import start_drafter
+from pipeline.validation import read_metrics, validation_answers
+
+ROUNDS = "rounds.json"  # written last: all is done
+SHARES = "shares.json"
+METRICS = "metrics.json"  # of a member: its last round's, but for sums over all rounds
+SUMMED = ("num_steps", "num_tokens")  # metrics of the rounds that add up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Portfolio(Distill):
+    """Settings of distill, for each member, and how often the prompts are shared out anew.
+
+    num_steps or num_tokens are a member's, over all rounds. A member has at least `smallest_share`
+    of an even share. The artifact holds a folder a member, as stage distill would leave it.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("target", "members")
+    format_version: ClassVar[int] = 1
+    summary: ClassVar[str] = "drafters that share the prompts out by acceptance, round by round"
+
+    num_rounds: int
+    smallest_share: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_rounds < 1 or not 0 <= self.smallest_share <= 1:
+            raise ValueError(
+                f"num_rounds={self.num_rounds} must be at least 1 and "
+                f"smallest_share={self.smallest_share} lie between 0 and 1"
+            )
+        if self.num_steps and self.num_steps < self.num_rounds:
+            raise ValueError(
+                f"num_steps={self.num_steps} are fewer than num_rounds={self.num_rounds}"
+            )
+
+    def for_groups(self, groups: Mapping[str, Any]) -> "Portfolio":
+        """Members are trained alike; one that would be otherwise is refused."""
+        for name, member in groups["members"].items():
+            if member.entry.overrides:
+                raise ValueError(
+                    f"pool.entries.{name}.overrides: members of a portfolio are trained alike; "
+                    "set stages.portfolio instead"
+                )
+        return self
+
+    def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
+        parents = {
+            f"{name}/{key}": need
+            for name, member in groups["members"].items()
+            for key, need in parent_need(groups["pool"], member.entry).items()
+        }
+        return {"answers": Need("regenerate"), **parents}
+
+    def train(self, workspace: Workspace) -> dict[str, Any]:
+        """The work of one process of those that train together."""
+        out = workspace.out
+        with sole_writer(out, workspace.runtime):
+            if (out / ROUNDS).exists():  # killed after all was written
+                clean_up(out)
+                return {**json.loads((out / ROUNDS).read_text())["metrics"], **read_lint(out)}
+            return _Rounds(self, workspace).run()
+
+    def of_round(self) -> "Portfolio":
+        """These settings for one round of one member."""
+        return replace(
+            self,
+            num_steps=self.num_steps // self.num_rounds,
+            num_tokens=self.num_tokens // self.num_rounds,
+        )
+
+
+class _Rounds:
+    """One run: answers in memory, members as they are now."""
+
+    def __init__(self, settings: Portfolio, workspace: Workspace) -> None:
+        from pipeline.team import Team  # brings accelerate, which takes a second
+
+        self.settings, self.workspace, self.out = settings, workspace, workspace.out
+        self.entries: Mapping[str, NamedEntry] = workspace.groups["members"]
+        self.target = load_target(workspace.groups["target"], workspace.runtime)
+        self.team = Team(workspace.runtime.resolved_device(), workspace.runtime.sharding)
+        self.members = {name: self._start(name) for name in self.entries}
+        first = next(iter(self.members.values()))
+        linter = settings.linter(workspace, self.target, first)
+        rows = Answers(workspace.inputs["answers"]).rows(
+            split="drafter_train", with_teacher=settings.learns_from_record
+        )
+        self.answers = list(linter.passing(rows))
+        self.validation = validation_answers(
+            workspace.inputs["answers"], [], settings.validation_prompts
+        )
+        self.found = linter.report()
+        self.rounds: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any]:
+        if self.team.is_first:
+            self.found.tell()
+            self.found.save(self.out)
+        shares: dict[str, int] = {}
+        for number in range(1, self.settings.num_rounds + 1):
+            folder = self.out / f"round-{number}"
+            shares = self._shares(folder, number, shares)
+            for place, name in enumerate(self.members):
+                self._train(number, folder / name, name, shares, place)
+        best = self._passes(self.validation)
+        metrics = {**self._metrics(best), "num_rounds": self.settings.num_rounds}
+        if self.team.is_first:
+            self._crown()
+            write_json(self.out / ROUNDS, {"rounds": self.rounds, "metrics": metrics})
+            clean_up(self.out)
+        self.team.wait()
+        return {**metrics, **self.found.metrics}
+
+    def _start(self, name: str) -> NetworkDrafter:
+        given = self.workspace.inputs.items()
+        inputs = {key.removeprefix(f"{name}/"): path for key, path in given}
+        space = replace(self.workspace, inputs=inputs)
+        return start_drafter(self.entries[name], self.target, space)
+
+    # ------------------------------------------------------------------------------- sharing out
+
+    def _shares(self, folder: Path, number: int, before: Mapping[str, int]) -> dict[str, int]:
+        """Prompt -> member, of training and validation prompts; kept, so that a resumed run has
+        what it had.
+        """
+        path = folder / SHARES
+        missing = not path.exists()
+        self.team.wait()  # all look before one writes
+        if missing:
+            shares = {**self._shared(self.answers, number), **self._shared(self.validation, number)}
+            if self.team.is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_json(path, shares)
+            self.team.wait()
+        shares = json.loads(path.read_text(encoding="utf-8"))
+        counts = np.bincount(
+            [shares[name] for name in {answer.id for answer in self.answers}],
+            minlength=len(self.members),
+        )
+        moved = sum(before[name] != member for name, member in shares.items() if name in before)
+        self.rounds.append(
+            {
+                "round": number,
+                "prompts": dict(zip(self.members, counts.tolist(), strict=True)),
+                "moved": moved,
+            }
+        )
+        return shares
+
+    def _shared(self, answers: Sequence[Answer], number: int) -> dict[str, int]:
+        ids = [answer.id for answer in answers]
+        if number == 1:
+            domains = [answer.domain for answer in answers]
+            wanted = [named.entry.domains for named in self.entries.values()]
+            return dict(zip(ids, by_label(ids, domains, wanted).tolist(), strict=True))
+        names, passes = summed(ids, self._passes(answers)[:, :, 1])
+        smallest = int(self.settings.smallest_share * len(names) / len(self.members))
+        return dict(zip(names, by_passes(passes, smallest).tolist(), strict=True))
+
+    def _passes(self, answers: Sequence[Answer]) -> np.ndarray:  # [members, answers, 2]
+        """Tokens and target passes of every member."""
+        from pipeline.judge import Judge
+
+        length = self.settings.num_draft_tokens
+        judges = [
+            Judge(member, answers, length, self.out, self.team) for member in self.members.values()
+        ]
+        return np.stack([np.asarray(judge.measure()) for judge in judges])
+
+    # ----------------------------------------------------------------------------------- training
+
+    def _train(
+        self, number: int, out: Path, name: str, shares: Mapping[str, int], place: int
+    ) -> None:
+        """Leave the member as this round makes it; what is done already is read."""
+        from pipeline.trainer import Trainer
+
+        drafter = self.members[name]
+        if read_metrics(out) is None:
+            settings = self.settings.of_round()
+            mine = [answer for answer in self.answers if shares[answer.id] == place]
+            judged = [answer for answer in self.validation if shares[answer.id] == place]
+            out.mkdir(parents=True, exist_ok=True)
+            Trainer(
+                settings,
+                self.target,
+                self.workspace.runtime,
+                name=f"{name}, round {number}",
+                out=out,
+                seed=(self.workspace.seed + number) % 2**63,
+                drafter=drafter,
+                rows=settings.gather(mine, name),
+                validation=judged or self.validation,
+            ).run()
+            self.team.wait()
+        drafter.load(out)
+        drafter.prepare_training()
+
+    def _metrics(self, passes: np.ndarray) -> dict[str, Any]:
+        """acceptance_length of validation: each member's, and that of the best for each answer."""
+        tokens, counts = passes[0, :, 0].sum(), passes[:, :, 1]
+        return {
+            **{
+                f"acceptance_length_{name}": float(tokens / one.sum())
+                for name, one in zip(self.members, counts, strict=True)
+            },
+            "acceptance_length_best_of": float(tokens / counts.min(axis=0).sum()),
+        }
+
+    def _crown(self) -> None:
+        """A folder a member: the last round's drafter, the history of all rounds, sums of both."""
+        for name in self.members:
+            folders = [
+                self.out / f"round-{number}" / name
+                for number in range(1, self.settings.num_rounds + 1)
+            ]
+            made = self.out / f"{name}.partial"
+            shutil.rmtree(made, ignore_errors=True)
+            shutil.copytree(folders[-1], made)
+            _join_histories(folders, made)
+            reports = [read_metrics(folder) or {} for folder in folders]
+            sums = {key: sum(report[key] for report in reports) for key in SUMMED}
+            write_json(made / METRICS, {**reports[-1], **sums})
+            shutil.rmtree(self.out / name, ignore_errors=True)
+            made.rename(self.out / name)
+
+
+def _join_histories(folders: Sequence[Path], out: Path) -> None:
+    """One curve through all rounds: steps go on, and so do counts of tokens."""
+    lines: list[dict[str, float]] = []
+    for folder in folders:
+        steps, tokens = (lines[-1]["step"], lines[-1]["num_tokens"]) if lines else (0, 0)
+        for line in (folder / HISTORY).read_text(encoding="utf-8").splitlines():
+            values = json.loads(line)
+            if values["step"] == 0 and steps:
+                continue  # the start of a later round is the end of the one before
+            values["step"] += steps
+            if "num_tokens" in values:
+                values["num_tokens"] += tokens
+            lines.append(values)
+    (out / HISTORY).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+
+def clean_up(out: Path) -> None:
+    """Remove what only a resumed run needs."""
+    for folder in out.glob("round-*"):
+        shutil.rmtree(folder)

@@ -1,0 +1,159 @@
+"""Would catch: prompts given to the drafter that accepts them worst, or one prompt to two; a member
+that starves; shares drawn anew when a killed run goes on; a later round that starts from the first
+one's weights; a member that gets more training than it was promised, or the others' weights; a
+portfolio that other stages cannot read.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_train_drafter import (
+    COMMON,
+    CUT,
+    LEARNED,
+    VIRTUAL,
+    KilledError,
+    World,
+    history,
+    same_weights,
+    world,
+)
+from workspace import RUNTIME, tiny_config, workspace
+
+from drafters.training import validation_acceptance
+from pipeline import trainer
+from pipeline.answers import Answers
+from pipeline.build import build_drafters, load_target, portfolio_members, trained_need
+from pipeline.config import Pool, PoolEntry
+from pipeline.member import Member
+from pipeline.portfolio import Portfolio
+from pipeline.sharing import by_label, by_passes, summed
+
+__all__ = ["world"]  # a fixture
+
+
+def pool(**overrides: Any) -> Pool:
+    def entry(*domains: str) -> PoolEntry:
+        return PoolEntry(
+            drafter=CUT,
+            trained_by="portfolio",
+            domains=list(domains),
+            init_from=None,
+            overrides=overrides,
+        )
+
+    return Pool(entries={"left": entry("code"), "right": entry("chat")})
+
+
+def portfolio(**changes: Any) -> Portfolio:
+    rounds = {"num_rounds": 2, "smallest_share": 0.5, "num_steps": 8}
+    return Portfolio(**{**COMMON, **LEARNED, **rounds, **changes})
+
+
+def train(stage: Portfolio, world: World, out: Path) -> dict[str, Any]:
+    groups = {"target": tiny_config(world.target), "members": portfolio_members(pool())}
+    inputs = {"answers": world.answers, "prompts": world.prompts}
+    return stage.run(workspace(groups, inputs, out, runtime=VIRTUAL))
+
+
+def test_the_fewest_passes_decide_and_nobody_starves() -> None:
+    passes = np.array([[1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 3.0, 8.0]])
+    assert by_passes(passes, 0).tolist() == [0, 1, 0, 0]
+    # The second member is given what costs the least: the tie, not the prompt at twice the price.
+    assert by_passes(passes, 2).tolist() == [0, 1, 1, 0]
+    alike = np.ones((3, 9))
+    assert np.bincount(by_passes(alike, 3)).tolist() == [3, 3, 3]
+    assert np.bincount(by_passes(alike, 0), minlength=3).tolist() == [9, 0, 0]
+
+
+def test_labels_decide_first_and_the_rest_is_dealt() -> None:
+    ids = [f"p{n}" for n in range(400)]
+    domains = ["code", "chat", "law", "code"] * 100
+    shares = by_label(ids, domains, [["code"], ["chat"], []])
+    chosen = {d: np.bincount(shares[[x == d for x in domains]], minlength=3) for d in domains}
+    assert chosen["code"][1] == 0
+    assert chosen["chat"][0] == 0
+    assert chosen["law"].tolist() == [0, 0, 100]
+    assert min(chosen["code"][[0, 2]]) > 60  # who wants all has its part of each
+    nobody = by_label(ids, domains, [["code"], ["chat"]])
+    law = nobody[[domain == "law" for domain in domains]]
+    assert min(np.bincount(law, minlength=2)) > 30
+    assert (
+        by_label(ids[::-1], domains[::-1], [["code"], ["chat"]]).tolist() == nobody[::-1].tolist()
+    )
+
+
+def test_answers_of_one_prompt_count_together() -> None:
+    names, sums = summed(["b", "a", "b"], np.array([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]]))
+    assert names == ["b", "a"]
+    assert sums.tolist() == [[5.0, 2.0], [2.0, 1.0]]
+
+
+def test_members_are_read_by_the_stages_that_read_drafters(world: World, tmp_path: Path) -> None:
+    metrics = train(portfolio(), world, tmp_path / "portfolio")
+    rounds = json.loads((tmp_path / "portfolio" / "rounds.json").read_text())["rounds"]
+    assert [sum(one["prompts"].values()) for one in rounds] == [16, 16]  # each prompt once
+    assert min(rounds[1]["prompts"].values()) >= 4
+    need = trained_need(pool(), "left")
+    assert need.stage == "member"
+    inputs = {}
+    for name in ("left", "right"):
+        groups = {"entry": portfolio_members(pool())[name]}
+        space = workspace(groups, {"portfolio": tmp_path / "portfolio"}, tmp_path / name)
+        found = Member().run(space)
+        assert found["num_steps"] == 8  # of both rounds together
+        assert [line["step"] for line in history(tmp_path / name)] == list(range(9))
+        inputs[f"drafter:{name}"] = tmp_path / name
+    assert not same_weights(tmp_path / "left", tmp_path / "right")
+    drafters: Any = build_drafters(pool(), load_target(tiny_config(world.target), RUNTIME), inputs)
+    answers = list(Answers(world.answers).rows(split="validation"))[:8]
+    for name, drafter in drafters.items():
+        tokens, passes = validation_acceptance(drafter, answers, 3).sum(0).tolist()
+        assert tokens / passes == pytest.approx(metrics[f"acceptance_length_{name}"], rel=1e-6)
+    each = [metrics[f"acceptance_length_{name}"] for name in drafters]
+    assert metrics["acceptance_length_best_of"] >= max(each)
+
+
+@pytest.mark.parametrize("fatal", [3, 7, 10, 15])
+def test_a_killed_portfolio_ends_with_the_weights_of_an_undisturbed_one(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fatal: int,
+) -> None:
+    """Killed in the first or second round, in the first or second member."""
+    train(portfolio(), world, tmp_path / "whole")
+    steps, step = 0, trainer.Trainer._step
+
+    def dying(self: Any, *args: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == fatal:
+            raise KilledError
+        return step(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_step", dying)
+        with pytest.raises(KilledError):
+            train(portfolio(), world, tmp_path / "killed")
+    train(portfolio(), world, tmp_path / "killed")
+    for name in ("left", "right"):
+        assert same_weights(tmp_path / "whole" / name, tmp_path / "killed" / name)
+    whole, killed = (
+        json.loads((tmp_path / name / "rounds.json").read_text())["rounds"]
+        for name in ("whole", "killed")
+    )
+    assert whole == killed
+
+
+def test_members_that_would_be_trained_otherwise_are_refused() -> None:
+    groups = {"members": portfolio_members(pool(num_steps=9))}
+    with pytest.raises(ValueError, match=r"pool.entries.left.overrides: members of a portfolio"):
+        portfolio().for_groups(groups)
+    with pytest.raises(ValueError, match="num_rounds=0 must be at least 1"):
+        portfolio(num_rounds=0)
+    assert dataclasses.asdict(portfolio().of_round())["num_steps"] == 4
