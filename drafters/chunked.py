@@ -7,6 +7,7 @@ states and [C, H] for the head. The backward pass scales them; nothing is comput
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch.autograd.function import once_differentiable
 
 # (logits [n, C] of the tokens low to low + n - 1, low) -> losses [n]
 LossesOf = Callable[[Tensor, int], Tensor]
+# (logits [n, C], weights [n], low) -> (sum of the weighted losses, its gradient by the logits,
+# which may lie where the logits did)
+GradientOf = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def chunked_loss(
@@ -23,15 +27,20 @@ def chunked_loss(
     losses_of: LossesOf,
     token_weights: Tensor,  # [N]
     chunk_tokens: int,
+    gradient_of: GradientOf | None = None,  # None: autograd of losses_of
 ) -> Tensor:
     """Scalar: the weighted sum of losses of logits = states @ weight.T, differentiable in both.
 
     `losses_of` must treat each token by itself, and gets logits in the precision of the products
     (autocast's where it is on), so it computes in float32 by itself.
     """
+    if gradient_of is None:
+        gradient_of = partial(_with_gradient, losses_of)
     learn = torch.is_grad_enabled()
     wanted = (learn and states.requires_grad, learn and weight.requires_grad)
-    return _ChunkedLoss.apply(states, weight, losses_of, token_weights, chunk_tokens, wanted)
+    return _ChunkedLoss.apply(
+        states, weight, losses_of, token_weights, chunk_tokens, wanted, gradient_of
+    )
 
 
 @torch.no_grad()
@@ -58,6 +67,7 @@ class _ChunkedLoss(torch.autograd.Function):
         token_weights: Tensor,
         chunk_tokens: int,
         wanted: tuple[bool, bool],
+        gradient_of: GradientOf,
     ) -> Tensor:
         rows, matrix = _same_precision(states, weight)
         state_grads = torch.empty_like(rows) if wanted[0] else None
@@ -71,7 +81,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if not any(wanted):
                     total += (losses_of(logits, low) * token_weights[chunk]).sum()
                     continue
-                loss, gradient = _with_gradient(logits, losses_of, token_weights[chunk], low)
+                loss, gradient = gradient_of(logits, token_weights[chunk], low)
                 total += loss
                 if state_grads is not None:
                     state_grads[chunk] = gradient @ matrix
@@ -90,13 +100,13 @@ class _ChunkedLoss(torch.autograd.Function):
             None if gradient is None else gradient * upstream.to(gradient.dtype)
             for gradient in ctx.grads
         )
-        return states, weight, None, None, None, None
+        return states, weight, None, None, None, None, None
 
 
 def _with_gradient(
-    logits: Tensor, losses_of: LossesOf, token_weights: Tensor, low: int
+    losses_of: LossesOf, logits: Tensor, token_weights: Tensor, low: int
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the chunk's weighted losses, its gradient by the logits [n, C])."""
+    """(sum of the chunk's weighted losses, its gradient by the logits [n, C]), by autograd."""
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         loss = (losses_of(leaf, low) * token_weights).sum()

@@ -45,6 +45,16 @@ class Teacher:
         ids = None if self.ids is None else self.ids[low:high]
         return Teacher(self.logits[low:high], self.lse[low:high], ids, self.vocab_size)
 
+    @property
+    def complete(self) -> bool:
+        """Whether all logits are known, and not the largest only."""
+        return self.ids is None
+
+    def raw(self, low: int, high: int) -> Tensor:  # [high - low, V]
+        """All logits of positions low to high - 1, where they are complete."""
+        assert self.ids is None, "only the largest logits are known"
+        return self.logits[low:high]
+
     def to(self, device: torch.device | str) -> "Teacher":
         ids = None if self.ids is None else self.ids.to(device)
         return Teacher(self.logits.to(device), self.lse.to(device), ids, self.vocab_size)
@@ -87,13 +97,21 @@ class LazyTeacher:
     def __len__(self) -> int:
         return len(self.states)
 
-    @torch.no_grad()
+    @property
+    def complete(self) -> bool:
+        return True
+
     def rows(self, low: int, high: int) -> Teacher:
+        """The law at positions low to high - 1."""
+        return Teacher.full(self.raw(low, high))
+
+    @torch.no_grad()
+    def raw(self, low: int, high: int) -> Tensor:  # [high - low, V]
         """All logits of positions low to high - 1."""
         weight = self.head_weight.detach()
         with torch.autocast(weight.device.type, enabled=False):  # in the target's own precision
             logits = torch.nn.functional.linear(self.states[low:high].to(weight.dtype), weight)
-        return Teacher.full(logits[:, : self.vocab_size])
+        return logits[:, : self.vocab_size]
 
     def to(self, device: torch.device | str) -> "LazyTeacher":
         return LazyTeacher(self.states.to(device), self.head_weight.to(device), self.vocab_size)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from decode.types import Drafter
 from drafters.batches import AnswerLike, Batch, collate
 from drafters.chunked import LossesOf, chunked_loss, each_chunk
+from drafters.fused import FusedLosses, on_gpu
 from drafters.inner import fit_mask, inner_model, only, plain_head
 from drafters.losses import (
     DIVERGENCES,
@@ -20,6 +21,7 @@ from drafters.losses import (
     Objective,
     Teacher,
     acceptance_chances,
+    within,
 )
 from drafters.networks import DraftNetwork
 from drafters.vocabulary import columns_of
@@ -66,9 +68,23 @@ class LossModule(nn.Module):
             weights = self._weights(batch, lambda values_of: values_of(logits.detach(), 0))
             return (self._losses_of(batch)(logits, 0) * weights).sum()
         states, head = self.network.states(*inputs), self.network.head_weight()
-        size = self.chunk_tokens
-        weights = self._weights(batch, lambda of: each_chunk(states, head, of, size))
-        return chunked_loss(states, head, self._losses_of(batch), weights, size)
+        size, fused = self.chunk_tokens, self._fused(batch, states)
+        weights = self._weights(batch, lambda of: each_chunk(states, head, of, size), fused)
+        gradient_of = None if fused is None else fused.gradient_of
+        return chunked_loss(states, head, self._losses_of(batch), weights, size, gradient_of)
+
+    def _fused(self, batch: Batch, states: Tensor) -> FusedLosses | None:
+        """The kernel where there is a GPU and it knows all that is asked for; else None."""
+        teacher = batch.teacher if self.objective.needs_teacher else None
+        if not on_gpu(states) or (teacher is not None and not teacher.complete):
+            return None
+        columns = within(self._columns(batch), len(self.network.head_weight()))
+        return FusedLosses(
+            self.objective,
+            columns[batch.next_ids],
+            self.network.draft_ids,
+            teacher,
+        )
 
     def _check(self, batch: Batch) -> None:
         if self.objective.needs_teacher and batch.teacher is None:
@@ -100,7 +116,12 @@ class LossModule(nn.Module):
     def _needs_laws(self) -> bool:
         return any(name in DIVERGENCES for name in self.objective.mix)
 
-    def _weights(self, batch: Batch, each: Callable[[LossesOf], Tensor]) -> Tensor:
+    def _weights(
+        self,
+        batch: Batch,
+        each: Callable[[LossesOf], Tensor],
+        fused: FusedLosses | None = None,
+    ) -> Tensor:
         """[N] with mean 1; `each` computes a value of every token from its logits."""
         if batch.weights is not None:
             return with_mean_one(batch.weights)
@@ -110,7 +131,7 @@ class LossModule(nn.Module):
             def chances_of(logits: Tensor, low: int) -> Tensor:
                 return acceptance_chances(logits, teacher.rows(low, low + len(logits)), columns)
 
-            chances = each(chances_of)
+            chances = each(chances_of if fused is None else fused.chances_of)
         return position_weights(self.objective, batch.owners, chances)
 
 
