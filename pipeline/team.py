@@ -106,6 +106,12 @@ def second(network: nn.Module) -> Any:
     return copy.deepcopy(network, {id(part): part for part in parts if id(part) not in inside})
 
 
+def compile_layers(module: nn.Module) -> None:
+    """Let each layer be compiled when it is first called: equal layers share what is compiled."""
+    for layer in _layers(module):
+        layer.compile(dynamic=True)  # one graph for batches of any size
+
+
 def _layers(module: nn.Module) -> list[nn.Module]:
     """The members of the outermost lists of modules: a model's layers."""
     if isinstance(module, nn.ModuleList):

@@ -51,6 +51,7 @@ class TrainDrafter(Stage):
         str  # of the products; "auto": bfloat16 where the hardware multiplies it, else float32
     )
     gradient_checkpointing: bool  # layers are computed twice, and their insides are not kept
+    compile_layers: bool  # the drafter's, and the target's where it is in the loop
     chunk_tokens: int  # tokens whose logits exist at once
     max_tokens: int  # a row is cut after so many, prompt included
     drop_loops: bool  # answers that end in a loop are left out

@@ -27,7 +27,7 @@ from pipeline.judge import Judge, State, delete_bests
 from pipeline.optimizer import adamw, learning_rate
 from pipeline.progress import progress
 from pipeline.runtime import Runtime
-from pipeline.team import Team, full, second
+from pipeline.team import Team, compile_layers, full, second
 from pipeline.throughput import StepTimer, Weights, Work, speeds, summary
 from pipeline.training_data import BatchOrder, Rows
 from pipeline.validation import write_report
@@ -71,6 +71,10 @@ class Trainer:
         self.network = second(drafter.trainable) if self.team.shards else drafter.trainable
         if settings.gradient_checkpointing:
             self.network.checkpoint_layers(True)
+        if settings.compile_layers:
+            compile_layers(self.network)
+            if settings.target_in_loop:
+                compile_layers(target.model)
         self.module = self.team.wrap(
             LossModule(self.network, settings.objective, target.vocab_size, settings.chunk_tokens)
         )

@@ -27,7 +27,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     run = fused.FusedLosses._run
 
-    def counted(self, logits, weights, low):  # noqa: ANN001, ANN202
+    def counted(self, logits, weights, low):
         calls.append(len(logits))
         return run(self, logits, weights, low)
 

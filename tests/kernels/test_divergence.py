@@ -61,7 +61,7 @@ def expected(
     return losses.detach(), gradient
 
 
-def run(mix, logits, teacher, ids, came, weights):  # noqa: ANN001, ANN202
+def run(mix, logits, teacher, ids, came, weights):
     columns = columns_of(ids, teacher.shape[1], teacher.device)
     columns = columns.where(columns < logits.shape[1], -1)
     moved = [None if one is None else one.to(DEVICE) for one in (logits.clone(), teacher, ids)]

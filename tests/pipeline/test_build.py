@@ -105,7 +105,12 @@ def test_a_stage_asks_for_answers_and_parent() -> None:
         ("learning_rate", "warmup_share", "weight_decay", "max_grad_norm"), 0.1
     )
     settings |= {"num_tokens": 0, "row_tokens": 0, "chunk_tokens": 4, "precision": "float32"}
-    settings |= {"gradient_checkpointing": False, "mix": {"tv": 1.0}, "teacher": "recorded"}
+    settings |= {
+        "gradient_checkpointing": False,
+        "compile_layers": False,
+        "mix": {"tv": 1.0},
+        "teacher": "recorded",
+    }
     settings |= {"position_weights": "uniform", "half_life": 1.0, "lk_eta": 1.0}
     settings |= dict.fromkeys(("onpolicy_from", "onpolicy_share", "onpolicy_temperature"), 0.0)
     stage = Distill(**settings, onpolicy_tokens=1, drop_loops=False)

@@ -48,6 +48,7 @@ ON_POLICY: dict[str, Any] = {
     "position_weights": "reach",
     "onpolicy_share": 0.7,
     "gradient_checkpointing": True,
+    "compile_layers": False,
 }
 PLAIN: dict[str, Any] = {"num_steps": 40, "accumulate": 2}
 

@@ -49,6 +49,7 @@ COMMON: dict[str, Any] = {
     "max_grad_norm": 1.0,
     "precision": "float32",
     "gradient_checkpointing": False,
+    "compile_layers": False,
     "chunk_tokens": 16,
     "max_tokens": 40,
     "drop_loops": False,
@@ -391,3 +392,23 @@ def test_what_cannot_be_trained_is_said(world: World, tmp_path: Path) -> None:
         train(distill(), world, tmp_path / "b", NamedEntry("lookup", lookup))
     with pytest.raises(ValueError, match=r"diverged at step .*lower learning_rate"):
         train(distill(learning_rate=1e30, max_grad_norm=1e30), world, tmp_path / "c")
+
+
+def test_compiled_layers_learn_the_same(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is captured and run as it stands: a compiler of C++ may not be there."""
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **how: compile_(self, backend="eager", **how)
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    changes: dict[str, Any] = {"num_steps": 4, "teacher": "model"}
+    train(distill(**changes), world, tmp_path / "plain")
+    train(distill(**changes, compile_layers=True), world, tmp_path / "compiled")
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 1 <= graphs <= 6  # by kind of pass, and not by layer or by size of a batch
+    plain, compiled = (history(tmp_path / name) for name in ("plain", "compiled"))
+    for one, other in zip(plain[1:], compiled[1:], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
