@@ -116,10 +116,9 @@ def target_log_probs(
     teacher_row, ids_ptr, columns, inside, lse, num_ids, TAUGHT: tl.constexpr, MAPPED: tl.constexpr
 ):
     """log p of a block of the drafter's columns, -inf where the target has no such id."""
+    ids = columns.to(tl.int64)
     if MAPPED:
         ids = tl.load(ids_ptr + columns, mask=inside, other=-1)
-    else:
-        ids = columns.to(tl.int64)
     there = inside & (ids >= 0) & (ids < num_ids)
     if TAUGHT:
         values = tl.load(teacher_row + ids, mask=there, other=float("-inf")).to(tl.float32)
