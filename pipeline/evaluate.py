@@ -16,21 +16,20 @@ from decode.policies.base import PolicyConfig
 from decode.policies.named import policy_config
 from decode.targets.transformers import TransformersTarget
 from decode.types import Sampling
-from pipeline.acceptance import load_acceptance
 from pipeline.answers import Answers
 from pipeline.bench import Bench, open_bench
 from pipeline.bench_evaluation import (
     context_room,
     decoded_texts,
-    leaks,
     quality,
     recorded_texts,
     wall_prompts,
 )
-from pipeline.benches import SCORED, BenchData
+from pipeline.benches import BenchData
 from pipeline.build import drafter_needs
 from pipeline.chat import load_prompts, prompt_ids
-from pipeline.families import acceptance_tables, check_laws, check_names, sums_of
+from pipeline.compare import read_comparison
+from pipeline.families import check_laws
 from pipeline.files import write_json
 from pipeline.headline import finite, headline, replay_error
 from pipeline.leaderboard import grid, limited, play
@@ -68,15 +67,12 @@ class Evaluate(Stage):
     replay_policies: list[str]
     num_resamples: int
     samples_per_domain: int
-    num_draft_tokens: int  # K of the acceptance by domain
-    compare_with: str | None  # the drafter that every other one is compared with, in pairs
-    best_of: dict[str, list[str]]  # name -> drafters, the best of which counts on every answer
     bench_prompts: int  # of each benchmark and domain, decoded in wall clock; 0: none
     quality: bool  # whether answers to benchmarks are graded: this runs code that a model wrote
     quality_seconds: float  # for each program
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_repeats", "num_resamples", "num_draft_tokens"):
+        for name in ("max_new_tokens", "num_repeats", "num_resamples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"stages.evaluate.{name}={getattr(self, name)} must be at least 1")
         if self.bench_prompts < 0 or self.quality_seconds <= 0:
@@ -92,19 +88,16 @@ class Evaluate(Stage):
             )
 
     def needs(self, groups: Mapping[str, Any]) -> dict[str, Need]:
-        check_names(list(groups["pool"].entries), self.best_of, self.compare_with)
         bench = groups["bench"]
-        scored = {
-            "bench_acceptance": Need("collect", {SCORED: bench}),
-            "bench_answers": Need("regenerate", {"data": bench}),
-        }
+        answered = {"bench_answers": Need("regenerate", {"data": bench})}
         return {
             "prompts": Need("prepare"),
             "answers": Need("regenerate"),
             "acceptance": Need("collect"),
             "costs": Need("profile"),
             "router": Need("train_router"),
-            **(scored if bench.chosen else {}),
+            "comparison": Need("compare"),
+            **(answered if bench.chosen else {}),
             **drafter_needs(groups["pool"]),
         }
 
@@ -123,7 +116,7 @@ class Evaluate(Stage):
             "wall": scoreboard(every, methods, bench.resampling),
             "audit": audit(every, self._greedy_laws(), prompts, bench.target),
             **self._replay(bench),
-            **self._acceptance(bench, workspace),
+            **read_comparison(workspace.inputs["comparison"]),
             **self._quality(bench, workspace, bench_cells),
         }
         results["replay_error"] = replay_error(results["wall"], results["replay"])
@@ -227,22 +220,6 @@ class Evaluate(Stage):
             arms = grid(cases, bench.costs, self.draft_lengths, bench.resampling)
         return {"grid": arms, "replay": table}
 
-    def _acceptance(self, bench: Bench, workspace: Workspace) -> dict[str, Any]:
-        """Every drafter by domain and by family, and what trained on what it is measured on."""
-        data: BenchData = workspace.groups["bench"]
-        frames, shared = [bench.frame], []
-        if data.chosen:
-            frames.append(load_acceptance(workspace.inputs["bench_acceptance"]))
-            settings = workspace.manifest("prompts")["identity"]["settings"]
-            shared = leaks(data, workspace.inputs["prompts"], settings)
-        sums = [
-            entry
-            for frame in frames
-            for entry in sums_of(frame, self.num_draft_tokens, self.temperatures)
-        ]
-        tables = acceptance_tables(sums, self.best_of, self.compare_with, bench.resampling)
-        return {**tables, "bench_leaks": shared}
-
     def _quality(self, bench: Bench, workspace: Workspace, cells: Sequence[Cell]) -> dict[str, Any]:
         """Whether answers to benchmarks are right, by every method; nothing where it is off."""
         data: BenchData = workspace.groups["bench"]
@@ -287,7 +264,6 @@ class Evaluate(Stage):
             },
             "temperatures": dict(self.temperatures),
             "max_new_tokens": self.max_new_tokens,
-            "num_draft_tokens": self.num_draft_tokens,
             "benchmarks": workspace.groups["bench"].names,
             "repeats": self.num_repeats,
             "num_resamples": self.num_resamples,

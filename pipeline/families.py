@@ -213,30 +213,29 @@ def _interval(value: float, drawn: np.ndarray, num: int) -> Interval:
 def acceptance_tables(
     sums: Sequence[Sums],
     best_of: Mapping[str, Sequence[str]],
-    against: str | None,
+    against: Sequence[str],
     resampling: Resampling,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Each drafter, and each best of several, by domain and by family; and its gain over one."""
+    """Each drafter, and each best of several, by domain and by family; and its gain over some."""
     every = with_best_of(sums, best_of)
     families = [entry for entry in every if entry.is_bench]
     return {
         "acceptance_by_domain": acceptance_rows(every, by_domain, "domain", resampling),
         "acceptance_by_family": acceptance_rows(families, by_family, "family", resampling),
-        "gains": gain_rows(every, against, by_domain, resampling) if against else [],
+        "gains": [row for one in against for row in gain_rows(every, one, by_domain, resampling)],
     }
 
 
 def check_names(
-    pool: Sequence[str], best_of: Mapping[str, Sequence[str]], against: str | None
+    pool: Sequence[str], best_of: Mapping[str, Sequence[str]], against: Sequence[str]
 ) -> None:
     """Raise ValueError where a comparison names a drafter that is not in the pool."""
     given = [name for names in best_of.values() for name in names]
-    if against is not None and against not in best_of:
-        given.append(against)
+    given += [name for name in against if name not in best_of]
     for name in given:
         if name not in pool:
             raise ValueError(
-                f"stages.evaluate.best_of or compare_with names the drafter {name}, which is not "
+                f"stages.compare.best_of or compare_with names the drafter {name}, which is not "
                 f"in the pool; its entries are {', '.join(pool)}"
             )
 

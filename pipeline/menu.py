@@ -19,6 +19,7 @@ ORDER = (
     "portfolio",
     "member",
     "collect",
+    "compare",
     "profile",
     "train_router",
     "evaluate",

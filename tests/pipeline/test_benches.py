@@ -199,8 +199,12 @@ def test_choosing_a_benchmark_builds_nothing_else_again(tmp_path):
         assert with_bench.locate(stage).identity == bare.locate(stage).identity, stage
     inputs = with_bench.locate("evaluate").identity["inputs"]
     before = bare.locate("evaluate").identity["inputs"]
-    assert {name: inputs[name] for name in before} == before
-    assert set(inputs) - set(before) == {"bench_acceptance", "bench_answers"}
+    changed = {name for name in before if inputs[name] != before[name]}
+    assert changed == {"comparison"}
+    assert set(inputs) - set(before) == {"bench_answers"}
+    compared, alone = (p.locate("compare").identity["inputs"] for p in (with_bench, bare))
+    assert set(compared) - set(alone) == {"bench_acceptance"}
+    assert {name: compared[name] for name in alone} == alone
     bench = with_bench.groups["bench"]
     scored = with_bench.locate("collect", {**with_bench.groups, SCORED: bench}).identity
     assert scored["inputs"]["answers"] == inputs["bench_answers"]
@@ -209,7 +213,7 @@ def test_choosing_a_benchmark_builds_nothing_else_again(tmp_path):
     assert trained.items() <= scored["inputs"].items(), "drafters that the benchmark trained"
     other = pipeline(*chosen, "bench.max_new_tokens=9").locate("evaluate").identity["inputs"]
     assert other["bench_answers"] != inputs["bench_answers"]
-    assert {name: other[name] for name in before} == before
+    assert {name for name in before if other[name] != before[name]} == {"comparison"}
 
 
 # ---------------------------------------------------------------------------------------- answered
@@ -400,21 +404,21 @@ def test_the_best_of_several_is_chosen_on_every_answer():
     ]
     best = [s for s in with_best_of(sums, {"best": ["code", "chat"]}) if s.drafter == "best"]
     assert [s.passes for s in best] == [4.0, 3.0]
-    found = acceptance_tables(sums, {"best": ["code", "chat"]}, "code", HOW)
+    found = acceptance_tables(sums, {"best": ["code", "chat"]}, ["code"], HOW)
     rows = {row["drafter"]: row for row in found["acceptance_by_family"]}
     assert rows["best"]["acceptance_length"] == pytest.approx(24 / 7)
     assert {(row["drafter"], row["against"]) for row in found["gains"]} == {
         *(("chat", "code"), ("ngram", "code"), ("best", "code"))
     }
-    assert acceptance_tables(sums, {}, None, HOW)["gains"] == []
+    assert acceptance_tables(sums, {}, [], HOW)["gains"] == []
 
 
 def test_comparisons_that_cannot_be_made_are_named():
-    check_names(["a", "b"], {"best": ["a", "b"]}, "best")
+    check_names(["a", "b"], {"best": ["a", "b"]}, ["best"])
     with pytest.raises(ValueError, match="names the drafter c, which is not in the pool"):
-        check_names(["a", "b"], {"best": ["a", "c"]}, None)
+        check_names(["a", "b"], {"best": ["a", "c"]}, [])
     with pytest.raises(ValueError, match="names the drafter d"):
-        check_names(["a", "b"], {}, "d")
+        check_names(["a", "b"], {}, ["b", "d"])
     frame = pd.DataFrame({"law": ["sampled", "greedy"], "temperature": [1.0, 0.0]})
     check_laws(frame, {"greedy": 0.0, "sampled": 1.0})
     with pytest.raises(ValueError, match=r"sampled was answered at temperature 1 and .* 0\.8"):

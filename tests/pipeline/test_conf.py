@@ -100,7 +100,7 @@ def test_a_preset_sets_only_keys_that_exist(path):
     bare = OmegaConf.to_container(compose_with("~experiment"))
     there = leaves(bare)
     gone = [key for key in leaves(preset) if key not in there]
-    free = (".stages.evaluate.best_of.",)  # names that a person chooses
+    free = (".stages.compare.best_of.",)  # names that a person chooses
     assert [
         k for k in gone if k.split(".")[1] not in (*GROUPS, "pool") and not k.startswith(free)
     ] == []

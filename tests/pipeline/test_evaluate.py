@@ -27,6 +27,7 @@ from pipeline.answers import Answers
 from pipeline.bench_evaluation import leaks
 from pipeline.benches import SCORED, BenchData
 from pipeline.collect import Collect
+from pipeline.compare import Compare, means, read_comparison
 from pipeline.compose import compose_config
 from pipeline.config import Pool, PoolEntry, typed
 from pipeline.evaluate import Evaluate
@@ -53,12 +54,15 @@ EVALUATE = Evaluate(
     replay_policies=["thompson", "thompson_flat", "ucb1", "router_only"],
     num_resamples=50,
     samples_per_domain=1,
-    num_draft_tokens=3,
-    compare_with="ngram",
-    best_of={"best": ["ngram", "cut"]},
     bench_prompts=1,
     quality=False,
     quality_seconds=5.0,
+)
+COMPARE = Compare(
+    num_draft_tokens=3,
+    compare_with=["ngram"],
+    best_of={"best": ["ngram", "cut"]},
+    num_resamples=50,
 )
 NO_BENCH = BenchData(
     folder=".",
@@ -122,6 +126,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "check_num_draft_tokens": 3,
     }
     run("collect", Collect(splits=list(SPLITS), max_depth=5, **check), "acceptance")
+    run("compare", COMPARE, "comparison")
     run("profile", profile(), "costs")
     run("train_router", router(), "router")
     yield groups, inputs
@@ -214,9 +219,13 @@ def benched(built: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         for n, q in enumerate(QUESTIONS)
     ]
     write_lines(root / "quiz.jsonl", quiz)
-    for folder in (answers, acceptance):
+    inputs = {**inputs, "bench_answers": answers, "bench_acceptance": acceptance}
+    inputs["comparison"] = root / "comparison"
+    inputs["comparison"].mkdir()
+    COMPARE.run(Workspace(groups, inputs, inputs["comparison"], 3, RUNTIME))
+    for folder in (answers, acceptance, inputs["comparison"]):
         finish(folder, {"stage": folder.name, "inputs": {}}, {}, time.time())
-    return groups, {**inputs, "bench_answers": answers, "bench_acceptance": acceptance}
+    return groups, inputs
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -395,7 +404,7 @@ def test_the_report_stands_alone_and_says_what_to_deploy(
     assert {row["drafter"] for row in results["requirements"]} == {"ngram", "cut"}
     assert [row["law"] for row in results["recommendations"]] == ["greedy", "sampled"]
     stages = [row["stage"] for row in results["stage_seconds"]]
-    assert stages == ["prepare", "regenerate", "collect", "profile", "train_router"]
+    assert stages == ["prepare", "regenerate", "collect", "compare", "profile", "train_router"]
     assert results["deployment"] in as_text(EVALUATE.shown(out))
     assert {row["policy"] for row in results["replay"]} >= {
         "plain",
@@ -448,3 +457,22 @@ def test_what_a_policys_name_stands_for_is_part_of_the_identity() -> None:
     identity = EVALUATE.identity()
     assert identity["replay_policies"]["thompson"]["hazard"] > 0
     assert identity["max_new_tokens"] == 12
+
+
+def test_a_comparison_says_all_domains_together(benched: Any) -> None:
+    """Means over domains are plain; the pooled row counts every answer once."""
+    content = read_comparison(benched[1]["comparison"])
+    rows = {
+        (r["drafter"], r["split"], r["domain"], r["law"]): r for r in content["acceptance_summary"]
+    }
+    parts = [rows["cut", "test", domain, "greedy"] for domain in ("code", "chat")]
+    whole = rows["cut", "test", "all", "greedy"]
+    assert whole["tokens"] == sum(part["tokens"] for part in parts)
+    assert whole["passes"] == pytest.approx(sum(part["passes"] for part in parts))
+    mean = means(content["acceptance_summary"])["acceptance_length_cut_test_greedy"]
+    assert mean == pytest.approx(sum(part["acceptance_length"] for part in parts) / 2)
+    assert {key[1] for key in rows} == {"test", "mixed", "benchmarks"}
+    assert {row["against"] for row in content["gains_summary"]} == {"ngram"}
+    text = as_text(COMPARE.shown(benched[1]["comparison"]))
+    assert f"{mean:.2f}" in text
+    assert "against" in text
