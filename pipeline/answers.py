@@ -2,7 +2,8 @@
 
 A shard is one file: its tensors are the rows one after another, its header says where each row
 ends. The index is rewritten, atomically, after each shard; a shard that the index does not name is
-not there.
+not there. While several processes answer, a shard may be whole before those in front of it are:
+then a note beside it, its line of the index, says so.
 """
 
 import json
@@ -73,7 +74,7 @@ class Shard:
     num_rows: int
     domains: list[str]
     laws: list[str]
-    seconds: float  # that it took to answer
+    seconds: float  # that the process which answered it took
 
 
 class Answers:
@@ -154,15 +155,23 @@ class Answers:
 
 
 class AnswerWriter:
-    """Writes shards in order; on a folder that has some already it goes on after the last."""
+    """Writes shards; on a folder that has some already it goes on after them.
 
-    def __init__(self, folder: Path, laws: dict[str, Sampling], **header: Any) -> None:
-        self.folder = folder
+    Several processes may write to one folder, each its own shards: one of them leads and keeps the
+    index, to which `gather` adds the shards of all, in order.
+    """
+
+    def __init__(
+        self, folder: Path, laws: dict[str, Sampling], *, leads: bool = True, **header: Any
+    ) -> None:
+        self.folder, self.leads = folder, leads
         self.header = {"laws": {name: asdict(law) for name, law in laws.items()}, **header}
         self.shards: list[Shard] = []
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / INDEX).exists():
             self._go_on()
+        elif leads:
+            self._write_index()  # whose header every note belongs to
 
     def _go_on(self) -> None:
         there = Answers(self.folder)
@@ -171,15 +180,38 @@ class AnswerWriter:
                 f"{self.folder / INDEX} was begun with {there.header} but this run has "
                 f"{self.header}; {REMEDY}"
             )
-        for shard in there.shards:
-            there.verify(shard)
         self.shards = there.shards
+        if not self.leads:
+            return
+        for note in self.folder.glob("answers-*.json"):
+            shard = read_note(note)
+            if shard in self.shards:  # killed before it was taken away
+                note.unlink()
+            else:
+                there.verify(shard)
+        for shard in self.shards:
+            there.verify(shard)
+        self.gather()
+
+    def has(self, number: int) -> bool:
+        """Whether that shard is whole, in the index or with a note."""
+        if self._note(number).exists():
+            return True
+        if not self.leads:  # looked at after the note, which goes once the index has its shard
+            self.gather()
+        return number < len(self.shards)
 
     def write(
-        self, split: str, answers: Sequence[Answer], logits_dtype: torch.dtype, seconds: float
+        self,
+        split: str,
+        answers: Sequence[Answer],
+        logits_dtype: torch.dtype,
+        seconds: float,
+        number: int | None = None,
     ) -> None:
-        """Add one shard: the file first, then the index that names it."""
-        name = f"answers-{len(self.shards):05d}.safetensors"
+        """Add one shard, the next unless a number is given: the file first, then what names it."""
+        number = len(self.shards) if number is None else number
+        name = f"answers-{number:05d}.safetensors"
         path = self.folder / name
         partial = path.with_name(name + ".partial")
         rows = [
@@ -192,11 +224,47 @@ class AnswerWriter:
             os.fsync(file.fileno())
         partial.replace(path)
         domains, laws = (sorted({row[key] for row in rows}) for key in ("domain", "law"))
-        self.shards.append(Shard(name, sha256(path), split, len(rows), domains, laws, seconds))
+        shard = Shard(name, sha256(path), split, len(rows), domains, laws, seconds)
+        if self.leads and number == len(self.shards):
+            self.shards.append(shard)
+            self._write_index()
+        else:
+            write_json(self._note(number), asdict(shard))
+
+    def gather(self) -> list[int]:
+        """The numbers of the shards that the index has now, and had not, from notes.
+
+        Who does not lead sees what the leader has gathered.
+        """
+        before = len(self.shards)
+        if not self.leads:
+            self.shards = Answers(self.folder).shards
+            return list(range(before, len(self.shards)))
+        while (note := self._note(len(self.shards))).exists():
+            self.shards.append(read_note(note))
+        found = list(range(before, len(self.shards)))
+        if found:
+            self._write_index()
+        for number in found:
+            self._note(number).unlink()
+        return found
+
+    def _note(self, number: int) -> Path:
+        return self.folder / f"answers-{number:05d}.json"
+
+    def _write_index(self) -> None:
         write_json(
             self.folder / INDEX,
             {"header": self.header, "shards": [asdict(shard) for shard in self.shards]},
         )
+
+
+def read_note(path: Path) -> Shard:
+    """The shard that a note tells of."""
+    try:
+        return Shard(**json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {REMEDY}") from error
 
 
 def _joined(answers: Sequence[Answer], logits_dtype: torch.dtype) -> dict[str, Tensor]:
