@@ -380,10 +380,12 @@ def test_a_damaged_shard_with_a_note_is_refused(made: Made, tmp_path: Path) -> N
     (out / INDEX).write_text(json.dumps({"header": reader.header, "shards": []}))
     note = out / "answers-00001.json"
     note.write_text(json.dumps(asdict(reader.shards[1])))
-    path = out / reader.shards[1].file
+    first, path = (out / shard.file for shard in reader.shards[:2])
+    first.unlink()
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"answers-00001\.safetensors is damaged.*force=true"):
         run(stage(), *made[:2], out)
+    assert not first.exists()  # nothing was answered before
     note.write_text("{}")
     with pytest.raises(ValueError, match=r"answers-00001\.json is damaged.*force=true"):
         run(stage(), *made[:2], out)
