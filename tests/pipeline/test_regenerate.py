@@ -484,3 +484,19 @@ def test_operations_are_those_of_the_texts_by_hand(
     found = speed(tmp_path, tiny_model(), VIRTUAL)
     assert found["tokens_per_second"] == pytest.approx(7 / 5)
     assert found["flop_utilisation"] == pytest.approx(flops / 5 / 2e6)
+
+
+@pytest.mark.gpu
+def test_two_gpus_answer_as_one(made: Made, tmp_path: Path) -> None:
+    """In slots, where neighbours differ: tokens, not bits. Float32, so that no tie is near."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    alone = replace(VIRTUAL, device="cuda", clock="system")
+    run(stage(engine="slots"), *made[:2], tmp_path / "one", alone)
+    found = run(stage(engine="slots"), *made[:2], tmp_path / "two", replace(alone, num_processes=2))
+    assert found["num_processes"] == 2
+    for one, other in zip(
+        Answers(tmp_path / "one").rows(), Answers(tmp_path / "two").rows(), strict=True
+    ):
+        assert (one.id, one.law) == (other.id, other.law)
+        assert torch.equal(one.token_ids, other.token_ids)
