@@ -3,7 +3,7 @@
 A shard is one file: its tensors are the rows one after another, its header says where each row
 ends. The index is rewritten, atomically, after each shard; a shard that the index does not name is
 not there. While several processes answer, a shard may be whole before those in front of it are:
-then a note beside it, its line of the index, says so.
+then a note beside it, with what the index will say of it, tells so.
 """
 
 import json
@@ -114,21 +114,11 @@ class Answers:
                     if domain in (None, answer.domain) and law in (None, answer.law):
                         yield answer
 
-    def verify(self, shard: Shard) -> Path:
-        """The path of a shard; raises ValueError where its bytes are not what was written."""
-        path = self.folder / shard.file
-        if shard.file not in self._checked:
-            if not path.exists():
-                raise ValueError(f"{path} is missing although {INDEX} names it; {REMEDY}")
-            if sha256(path) != shard.sha256:
-                raise ValueError(
-                    f"{path} is damaged: its sha256 is not the one in {INDEX}; {REMEDY}"
-                )
-            self._checked.add(shard.file)
-        return path
-
     def _open(self, shard: Shard, with_teacher: bool) -> Iterator[Answer]:
-        with safe_open(str(self.verify(shard)), framework="pt") as file:
+        if shard.file not in self._checked:
+            verify(self.folder, shard)
+            self._checked.add(shard.file)
+        with safe_open(str(self.folder / shard.file), framework="pt") as file:
             rows = json.loads(file.metadata()["rows"])
             tensors = {
                 name: file.get_tensor(name)
@@ -154,6 +144,15 @@ class Answers:
             start, first = start + num_tokens, first + num_answer
 
 
+def verify(folder: Path, shard: Shard) -> None:
+    """Raise ValueError where a shard's bytes are not what was written."""
+    path = folder / shard.file
+    if not path.exists():
+        raise ValueError(f"{path} is missing although {INDEX} names it; {REMEDY}")
+    if sha256(path) != shard.sha256:
+        raise ValueError(f"{path} is damaged: its sha256 is not the one in {INDEX}; {REMEDY}")
+
+
 class AnswerWriter:
     """Writes shards; on a folder that has some already it goes on after them.
 
@@ -168,30 +167,35 @@ class AnswerWriter:
         self.header = {"laws": {name: asdict(law) for name, law in laws.items()}, **header}
         self.shards: list[Shard] = []
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / INDEX).exists():
+        self._read_index()
+        if leads:
             self._go_on()
-        elif leads:
-            self._write_index()  # whose header every note belongs to
+
+    def _read_index(self) -> None:
+        path = self.folder / INDEX
+        if path.exists():
+            there = Answers(self.folder)
+            self._refuse_other(there.header, path)
+            self.shards = there.shards
 
     def _go_on(self) -> None:
-        there = Answers(self.folder)
-        if there.header != json.loads(json.dumps(self.header)):
-            raise ValueError(
-                f"{self.folder / INDEX} was begun with {there.header} but this run has "
-                f"{self.header}; {REMEDY}"
-            )
-        self.shards = there.shards
-        if not self.leads:
-            return
-        for note in self.folder.glob("answers-*.json"):
-            shard = read_note(note)
+        """Check what is there before anything is added to it."""
+        shards = [*self.shards]
+        for note in sorted(self.folder.glob("answers-*.json")):
+            shard = self._read_note(note)
             if shard in self.shards:  # killed before it was taken away
                 note.unlink()
             else:
-                there.verify(shard)
-        for shard in self.shards:
-            there.verify(shard)
+                shards.append(shard)
+        for shard in shards:
+            verify(self.folder, shard)
         self.gather()
+
+    def _refuse_other(self, header: dict[str, Any], path: Path) -> None:
+        if header != json.loads(json.dumps(self.header)):
+            raise ValueError(
+                f"{path} was begun with {header} but this run has {self.header}; {REMEDY}"
+            )
 
     def has(self, number: int) -> bool:
         """Whether that shard is whole, in the index or with a note."""
@@ -229,7 +233,7 @@ class AnswerWriter:
             self.shards.append(shard)
             self._write_index()
         else:
-            write_json(self._note(number), asdict(shard))
+            write_json(self._note(number), {"header": self.header, "shard": asdict(shard)})
 
     def gather(self) -> list[int]:
         """The numbers of the shards that the index has now, and had not, from notes.
@@ -238,10 +242,10 @@ class AnswerWriter:
         """
         before = len(self.shards)
         if not self.leads:
-            self.shards = Answers(self.folder).shards
+            self._read_index()
             return list(range(before, len(self.shards)))
         while (note := self._note(len(self.shards))).exists():
-            self.shards.append(read_note(note))
+            self.shards.append(self._read_note(note))
         found = list(range(before, len(self.shards)))
         if found:
             self._write_index()
@@ -252,19 +256,20 @@ class AnswerWriter:
     def _note(self, number: int) -> Path:
         return self.folder / f"answers-{number:05d}.json"
 
+    def _read_note(self, path: Path) -> Shard:
+        try:
+            note = json.loads(path.read_text(encoding="utf-8"))
+            header, shard = note["header"], Shard(**note["shard"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); {REMEDY}") from error
+        self._refuse_other(header, path)
+        return shard
+
     def _write_index(self) -> None:
         write_json(
             self.folder / INDEX,
             {"header": self.header, "shards": [asdict(shard) for shard in self.shards]},
         )
-
-
-def read_note(path: Path) -> Shard:
-    """The shard that a note tells of."""
-    try:
-        return Shard(**json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); {REMEDY}") from error
 
 
 def _joined(answers: Sequence[Answer], logits_dtype: torch.dtype) -> dict[str, Tensor]:

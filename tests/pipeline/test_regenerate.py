@@ -363,7 +363,8 @@ def test_shards_that_are_whole_are_kept_whoever_goes_on(
     lines, index["shards"] = index["shards"], index["shards"][:1]
     (out / INDEX).write_text(json.dumps(index))
     for number in (0, 1, 3):  # the first note was there when its shard came into the index
-        (out / f"answers-{number:05d}.json").write_text(json.dumps(lines[number]))
+        note = {"header": index["header"], "shard": lines[number]}
+        (out / f"answers-{number:05d}.json").write_text(json.dumps(note))
     for number in (2, *range(4, len(lines))):
         (out / lines[number]["file"]).unlink()
     (out / (lines[2]["file"] + ".partial")).write_bytes(b"half")
@@ -374,21 +375,25 @@ def test_shards_that_are_whole_are_kept_whoever_goes_on(
     assert found["num_answers"] == metrics["num_answers"]
 
 
-def test_a_damaged_shard_with_a_note_is_refused(made: Made, tmp_path: Path) -> None:
+def test_what_a_note_tells_is_checked(made: Made, tmp_path: Path) -> None:
+    """Before anything is answered; the first shard, and with it the index, is not there yet."""
     out = shutil.copytree(made[2], tmp_path / "out")
-    reader = Answers(out)
-    (out / INDEX).write_text(json.dumps({"header": reader.header, "shards": []}))
-    note = out / "answers-00001.json"
-    note.write_text(json.dumps(asdict(reader.shards[1])))
+    reader, note = Answers(out), out / "answers-00001.json"
+    said = {"header": reader.header, "shard": asdict(reader.shards[1])}
     first, path = (out / shard.file for shard in reader.shards[:2])
     first.unlink()
+    (out / INDEX).unlink()
+    note.write_text(json.dumps(said))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"answers-00001\.safetensors is damaged.*force=true"):
         run(stage(), *made[:2], out)
-    assert not first.exists()  # nothing was answered before
+    note.write_text(json.dumps(said | {"header": {**reader.header, "dtype": "float16"}}))
+    with pytest.raises(ValueError, match=r"answers-00001\.json was begun with .*float16"):
+        run(stage(), *made[:2], out)
     note.write_text("{}")
     with pytest.raises(ValueError, match=r"answers-00001\.json is damaged.*force=true"):
         run(stage(), *made[:2], out)
+    assert not first.exists()
 
 
 def test_two_processes_killed_midway_go_on(made: Made, tmp_path: Path) -> None:
@@ -422,6 +427,17 @@ def kill_when_it_has(
     assert len(psutil.Process(process.pid).children(recursive=True)) >= 2
     process.send_signal(signal.SIGKILL)
     process.wait()
+
+
+def test_a_refused_target_leaves_nothing_behind(made: Made, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    model.save_pretrained(shutil.copytree(made[0], tmp_path / "target"))
+    greedy = stage(laws={split: "greedy" for split in stage().laws})
+    with pytest.raises(ValueError, match="not finite while answering"):
+        run(greedy, tmp_path / "target", made[1], tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_an_error_of_the_second_process_ends_the_first(made: Made, tmp_path: Path) -> None:
