@@ -434,7 +434,7 @@ def test_a_refused_target_leaves_nothing_behind(made: Made, tmp_path: Path) -> N
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     model.save_pretrained(shutil.copytree(made[0], tmp_path / "target"))
-    greedy = stage(laws={split: "greedy" for split in stage().laws})
+    greedy = stage(laws=dict.fromkeys(stage().laws, "greedy"))
     with pytest.raises(ValueError, match="not finite while answering"):
         run(greedy, tmp_path / "target", made[1], tmp_path / "out")
     assert not any((tmp_path / "out").iterdir())
