@@ -2,7 +2,8 @@
 
 A shard is one file: its tensors are the rows one after another, its header says where each row
 ends. The index is rewritten, atomically, after each shard; a shard that the index does not name is
-not there.
+not there. While several processes answer, a shard may be whole before those in front of it are:
+then a note beside it, with what the index will say of it, tells so.
 """
 
 import json
@@ -73,7 +74,7 @@ class Shard:
     num_rows: int
     domains: list[str]
     laws: list[str]
-    seconds: float  # that it took to answer
+    seconds: float  # that the process which answered it took
 
 
 class Answers:
@@ -113,21 +114,11 @@ class Answers:
                     if domain in (None, answer.domain) and law in (None, answer.law):
                         yield answer
 
-    def verify(self, shard: Shard) -> Path:
-        """The path of a shard; raises ValueError where its bytes are not what was written."""
-        path = self.folder / shard.file
-        if shard.file not in self._checked:
-            if not path.exists():
-                raise ValueError(f"{path} is missing although {INDEX} names it; {REMEDY}")
-            if sha256(path) != shard.sha256:
-                raise ValueError(
-                    f"{path} is damaged: its sha256 is not the one in {INDEX}; {REMEDY}"
-                )
-            self._checked.add(shard.file)
-        return path
-
     def _open(self, shard: Shard, with_teacher: bool) -> Iterator[Answer]:
-        with safe_open(str(self.verify(shard)), framework="pt") as file:
+        if shard.file not in self._checked:
+            verify(self.folder, shard)
+            self._checked.add(shard.file)
+        with safe_open(str(self.folder / shard.file), framework="pt") as file:
             rows = json.loads(file.metadata()["rows"])
             tensors = {
                 name: file.get_tensor(name)
@@ -153,33 +144,78 @@ class Answers:
             start, first = start + num_tokens, first + num_answer
 
 
-class AnswerWriter:
-    """Writes shards in order; on a folder that has some already it goes on after the last."""
+def verify(folder: Path, shard: Shard) -> None:
+    """Raise ValueError where a shard's bytes are not what was written."""
+    path = folder / shard.file
+    if not path.exists():
+        raise ValueError(f"{path} is missing although {INDEX} names it; {REMEDY}")
+    if sha256(path) != shard.sha256:
+        raise ValueError(f"{path} is damaged: its sha256 is not the one in {INDEX}; {REMEDY}")
 
-    def __init__(self, folder: Path, laws: dict[str, Sampling], **header: Any) -> None:
-        self.folder = folder
+
+class AnswerWriter:
+    """Writes shards; on a folder that has some already it goes on after them.
+
+    Several processes may write to one folder, each its own shards: one of them leads and keeps the
+    index, to which `gather` adds the shards of all, in order.
+    """
+
+    def __init__(
+        self, folder: Path, laws: dict[str, Sampling], *, leads: bool = True, **header: Any
+    ) -> None:
+        self.folder, self.leads = folder, leads
         self.header = {"laws": {name: asdict(law) for name, law in laws.items()}, **header}
         self.shards: list[Shard] = []
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / INDEX).exists():
+        self._read_index()
+        if leads:
             self._go_on()
 
+    def _read_index(self) -> None:
+        path = self.folder / INDEX
+        if path.exists():
+            there = Answers(self.folder)
+            self._refuse_other(there.header, path)
+            self.shards = there.shards
+
     def _go_on(self) -> None:
-        there = Answers(self.folder)
-        if there.header != json.loads(json.dumps(self.header)):
+        """Check what is there before anything is added to it."""
+        shards = [*self.shards]
+        for note in sorted(self.folder.glob("answers-*.json")):
+            shard = self._read_note(note)
+            if shard in self.shards:  # killed before it was taken away
+                note.unlink()
+            else:
+                shards.append(shard)
+        for shard in shards:
+            verify(self.folder, shard)
+        self.gather()
+
+    def _refuse_other(self, header: dict[str, Any], path: Path) -> None:
+        if header != json.loads(json.dumps(self.header)):
             raise ValueError(
-                f"{self.folder / INDEX} was begun with {there.header} but this run has "
-                f"{self.header}; {REMEDY}"
+                f"{path} was begun with {header} but this run has {self.header}; {REMEDY}"
             )
-        for shard in there.shards:
-            there.verify(shard)
-        self.shards = there.shards
+
+    def has(self, number: int) -> bool:
+        """Whether that shard is whole, in the index or with a note."""
+        if self._note(number).exists():
+            return True
+        if not self.leads:  # looked at after the note, which goes once the index has its shard
+            self.gather()
+        return number < len(self.shards)
 
     def write(
-        self, split: str, answers: Sequence[Answer], logits_dtype: torch.dtype, seconds: float
+        self,
+        split: str,
+        answers: Sequence[Answer],
+        logits_dtype: torch.dtype,
+        seconds: float,
+        number: int | None = None,
     ) -> None:
-        """Add one shard: the file first, then the index that names it."""
-        name = f"answers-{len(self.shards):05d}.safetensors"
+        """Add one shard, the next unless a number is given: the file first, then what names it."""
+        number = len(self.shards) if number is None else number
+        name = f"answers-{number:05d}.safetensors"
         path = self.folder / name
         partial = path.with_name(name + ".partial")
         rows = [
@@ -192,7 +228,44 @@ class AnswerWriter:
             os.fsync(file.fileno())
         partial.replace(path)
         domains, laws = (sorted({row[key] for row in rows}) for key in ("domain", "law"))
-        self.shards.append(Shard(name, sha256(path), split, len(rows), domains, laws, seconds))
+        shard = Shard(name, sha256(path), split, len(rows), domains, laws, seconds)
+        if self.leads and number == len(self.shards):
+            self.shards.append(shard)
+            self._write_index()
+        else:
+            write_json(self._note(number), {"header": self.header, "shard": asdict(shard)})
+
+    def gather(self) -> list[int]:
+        """The numbers of the shards that the index has now, and had not, from notes.
+
+        Who does not lead sees what the leader has gathered.
+        """
+        before = len(self.shards)
+        if not self.leads:
+            self._read_index()
+            return list(range(before, len(self.shards)))
+        while (note := self._note(len(self.shards))).exists():
+            self.shards.append(self._read_note(note))
+        found = list(range(before, len(self.shards)))
+        if found:
+            self._write_index()
+        for number in found:
+            self._note(number).unlink()
+        return found
+
+    def _note(self, number: int) -> Path:
+        return self.folder / f"answers-{number:05d}.json"
+
+    def _read_note(self, path: Path) -> Shard:
+        try:
+            note = json.loads(path.read_text(encoding="utf-8"))
+            header, shard = note["header"], Shard(**note["shard"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); {REMEDY}") from error
+        self._refuse_other(header, path)
+        return shard
+
+    def _write_index(self) -> None:
         write_json(
             self.folder / INDEX,
             {"header": self.header, "shards": [asdict(shard) for shard in self.shards]},

@@ -12,7 +12,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,7 +45,7 @@ def launch(work: Callable[..., T], *args: Any, runtime: Runtime) -> T:
 
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # any free port
     context = multiprocessing.get_context("spawn")  # a fork would inherit threads and locks
-    log.info("%d processes train together", size)
+    log.info("%d processes work together", size)
     workers: list[tuple[BaseProcess, Connection]] = []
     try:
         for rank in range(size):
@@ -63,21 +63,43 @@ def launch(work: Callable[..., T], *args: Any, runtime: Runtime) -> T:
             process.join()
 
 
-@contextmanager
-def sole_writer(out: Path, runtime: Runtime) -> Iterator[None]:
-    """Within, no process but the first of this launch writes to `out`.
-
-    A writer whose parent was killed lives on for a moment, and the artifact's lock is free by then;
-    so the first process waits for it, and the others for the first.
-    """
+def rank_and_size() -> tuple[int, int]:
+    """(number of this process, how many there are) in its launch; (0, 1) where it is alone."""
     from torch import distributed
 
-    together = distributed.is_initialized()
-    first = not together or distributed.get_rank() == 0
-    with runtime.lock(out.with_suffix(".writer.lock")) if first else nullcontext():
-        if together:
-            distributed.barrier()
+    if not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def meet() -> None:
+    """Wait until all processes of this launch are here."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.barrier()
+
+
+@contextmanager
+def sole_writer(out: Path, runtime: Runtime) -> Iterator[None]:
+    """Within, no process of another launch writes to `out`.
+
+    A writer whose parent was killed lives on for a moment, and the artifact's lock is free by then;
+    so each process waits for the one that had its number, the first also for those whose number
+    nobody has here, and all for each other.
+    """
+    rank, size = rank_and_size()
+    with runtime.lock(_writer_lock(out, rank)):
+        number = size
+        while rank == 0 and (path := _writer_lock(out, number)).exists():
+            with runtime.lock(path):
+                number += 1
+        meet()
         yield
+
+
+def _writer_lock(out: Path, rank: int) -> Path:
+    return out.with_suffix(f".writer-{rank}.lock")
 
 
 def _results(workers: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:

@@ -4,20 +4,20 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from decode.targets.transformers import TransformersTarget
 from decode.types import Sampling
-from pipeline.answers import Answer, Answers, AnswerWriter
+from pipeline.answering import Row, answer_shards, cut, speed, summary
+from pipeline.answers import AnswerWriter
 from pipeline.benches import BenchData
 from pipeline.build import fast_dtype, load_target
 from pipeline.chat import load_prompts, prompt_ids
-from pipeline.generation import EOS, Generates, Generator, Job, Trace
+from pipeline.generation import Generates, Generator, Job
+from pipeline.launch import launch, meet, rank_and_size, sole_writer
 from pipeline.lint import lint_answers, lint_prompts
-from pipeline.progress import progress
 from pipeline.runtime import Runtime
 from pipeline.stage import Need, Stage, Workspace
 from pipeline.turns import completed, num_awaited
@@ -27,16 +27,6 @@ log = logging.getLogger(__name__)
 GREEDY, SAMPLED = "greedy", "sampled"
 ENGINES = ("auto", "padded", "slots")
 LAWS = {"greedy": (GREEDY,), "sampled": (SAMPLED,), "both": (GREEDY, SAMPLED), "alternate": ()}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One prompt under one law, ready to be answered."""
-
-    prompt: Mapping[str, Any]
-    split: str
-    law: str
-    prompt_ids: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,17 +86,48 @@ class Regenerate(Stage):
         return {"prompts": Need("prepare")}
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
-        target = load_target(workspace.groups["target"], workspace.runtime, dtype=self.dtype)
-        laws = self.samplings(workspace.seed)
-        dtype = next(target.model.parameters()).dtype
-        writer = AnswerWriter(
-            workspace.out,
-            laws,
-            num_top_logits=self.num_top_logits,
-            dtype=str(dtype).removeprefix("torch."),
-        )
-        prompts = workspace.inputs["prompts"]
-        rows = list(self.rows(prompts, target, workspace.seed))
+        return launch(self.answer, workspace, runtime=workspace.runtime)
+
+    def answer(self, workspace: Workspace) -> dict[str, Any]:
+        """The work of one process of those that answer together; the first tells of all of it."""
+        with sole_writer(workspace.out, workspace.runtime):
+            target = load_target(workspace.groups["target"], workspace.runtime, dtype=self.dtype)
+            prompts = workspace.inputs["prompts"]
+            rows = list(self.rows(prompts, target, workspace.seed))
+            self._check(rows, target)
+            laws = self.samplings(workspace.seed)
+            writer = self._writer(workspace.out, laws, target)
+            left_out = num_shards = turn = 0
+            while rows:
+                fitting = [row for row in rows if self._fits(row, target.max_context)]
+                left_out += len(rows) - len(fitting)
+                if fitting:
+                    shards = list(cut(fitting, self.shard_rows))
+                    answer_shards(
+                        self._generator(target, fitting),
+                        shards,
+                        partial(self._job, laws=laws),
+                        writer,
+                        workspace.runtime.make_clock(),
+                        next(target.model.parameters()).dtype,
+                        num_before=num_shards,
+                    )
+                    num_shards += len(shards)
+                turn += 1
+                rows = list(self.later_rows(prompts, workspace.out, target, turn))
+            if not writer.leads:
+                return {}
+            found = lint_answers(workspace.out, target)
+            found.tell()
+            return {
+                **summary(workspace.out),
+                **speed(workspace.out, target.model, workspace.runtime),
+                "prompts_left_out": left_out,
+                **found.metrics,
+            }
+
+    def _check(self, rows: Sequence[Row], target: TransformersTarget) -> None:
+        """Raise ValueError where no row can be answered, or one must not be."""
         fitting = [row for row in rows if self._fits(row, target.max_context)]
         if not fitting:
             raise ValueError(
@@ -114,20 +135,23 @@ class Regenerate(Stage):
                 f"{self.max_prompt_tokens} and, with an answer of max_new_tokens, the target's "
                 f"context of {target.max_context}; lower max_new_tokens or give shorter prompts"
             )
-        lint_prompts(((row.prompt, row.prompt_ids) for row in fitting), target.tokenizer)
-        left_out = num_shards = turn = 0
-        while rows:
-            fitting = [row for row in rows if self._fits(row, target.max_context)]
-            left_out += len(rows) - len(fitting)
-            if fitting:
-                generator = self._generator(target, fitting)
-                self._answer(generator, fitting, laws, writer, workspace, dtype, num_shards)
-                num_shards += len(list(cut(fitting, self.shard_rows)))
-            turn += 1
-            rows = list(self.later_rows(prompts, workspace.out, target, turn))
-        found = lint_answers(workspace.out, target)
-        found.tell()
-        return {**summary(workspace.out), "prompts_left_out": left_out, **found.metrics}
+        if rank_and_size()[0] == 0:  # the others would find the same
+            lint_prompts(((row.prompt, row.prompt_ids) for row in fitting), target.tokenizer)
+
+    def _writer(
+        self, out: Path, laws: dict[str, Sampling], target: TransformersTarget
+    ) -> AnswerWriter:
+        """A writer on what is there, which the first process has looked at before the others."""
+        leads = rank_and_size()[0] == 0
+        dtype = str(next(target.model.parameters()).dtype).removeprefix("torch.")
+        if not leads:
+            meet()
+        writer = AnswerWriter(
+            out, laws, leads=leads, num_top_logits=self.num_top_logits, dtype=dtype
+        )
+        if leads:
+            meet()
+        return writer
 
     def samplings(self, seed: int) -> dict[str, Sampling]:
         """The named laws."""
@@ -179,43 +203,7 @@ class Regenerate(Stage):
                 return SlotGenerator(model, eos, top, self.batch_size, longest)
         return Generator(model, eos, top, self.batch_size)
 
-    def _answer(
-        self,
-        generator: Generates,
-        rows: Sequence[Row],
-        laws: Mapping[str, Sampling],
-        writer: AnswerWriter,
-        workspace: Workspace,
-        dtype: torch.dtype,
-        num_before: int,
-    ) -> None:
-        """Write the shards that are not there yet, in order, each as soon as it is whole.
-
-        `num_before` shards belong to earlier turns.
-        """
-        clock = workspace.runtime.make_clock()
-        shards = list(cut(rows, self.shard_rows))
-        done = min(len(writer.shards) - num_before, len(shards))
-        todo = shards[done:]
-        answers: list[list[Answer | None]] = [[None] * len(shard) for shard in todo]
-        missing = [len(shard) for shard in todo]
-        jobs = ([self._job(row, laws) for row in shard] for shard in todo)
-        started, written = clock.now(), 0
-        with progress(
-            "regenerate", len(rows), "answers", done=sum(map(len, shards[:done]))
-        ) as meter:
-            for number, place, trace in generator.stream(jobs):
-                row = todo[number][place]
-                answers[number][place] = as_answer(row, laws[row.law], trace)
-                missing[number] -= 1
-                meter.advance()
-                while written < len(todo) and not missing[written]:
-                    whole = [answer for answer in answers[written] if answer is not None]
-                    now = clock.now()
-                    writer.write(todo[written][0].split, whole, dtype, now - started)
-                    answers[written], started, written = [], now, written + 1
-
-    def _job(self, row: Row, laws: Mapping[str, Sampling]) -> Job:
+    def _job(self, row: Row, *, laws: Mapping[str, Sampling]) -> Job:
         key = f"{row.prompt['id']}/{row.law}"
         return Job(key, row.prompt_ids, laws[row.law], self.max_new_tokens[row.split])
 
@@ -240,52 +228,3 @@ def balanced(
         for place, prompt in enumerate(sorted(members, key=lot)[: per_domain or None])
     ]
     return [(place, prompt) for place, _, prompt in sorted(chosen, key=lambda entry: entry[:2])]
-
-
-def cut(rows: Sequence[Row], shard_rows: int) -> Iterator[list[Row]]:
-    """Shards of one split each; inside, rows stand by length: little padding."""
-    for split in dict.fromkeys(row.split for row in rows):
-        members = [row for row in rows if row.split == split]
-        for start in range(0, len(members), shard_rows):
-            yield sorted(members[start : start + shard_rows], key=lambda row: len(row.prompt_ids))
-
-
-def as_answer(row: Row, sampling: Sampling, trace: Trace) -> Answer:
-    """The record that is kept."""
-    return Answer(
-        **{name: row.prompt[name] for name in ("id", "domain", "family", "text")},
-        split=row.split,
-        law=row.law,
-        sampling=sampling,
-        token_ids=torch.cat([torch.tensor(row.prompt_ids), trace.token_ids]),
-        num_prompt_tokens=len(row.prompt_ids),
-        logprobs=trace.logprobs,
-        lse=trace.lse,
-        topk_ids=trace.topk_ids,
-        topk_logits=trace.topk_logits,
-        finish_reason=trace.finish_reason,
-    )
-
-
-def summary(folder: Path) -> dict[str, float]:
-    """What the answers are like: how many, how long, how many end by themselves or repeat.
-
-    The speed counts what earlier runs wrote, as the shards tell it.
-    """
-    lengths: list[int] = []
-    ended = distinct = total = 0
-    reader = Answers(folder)
-    for answer in reader.rows():
-        ids = answer.answer_ids.tolist()
-        grams = list(zip(*(ids[offset:] for offset in range(8)), strict=False))
-        lengths.append(len(ids))
-        ended += answer.finish_reason == EOS
-        distinct, total = distinct + len(set(grams)), total + len(grams)
-    return {
-        "tokens_per_second": sum(lengths) / sum(shard.seconds for shard in reader.shards),
-        "num_answers": len(lengths),
-        "num_tokens": sum(lengths),
-        "mean_answer_tokens": sum(lengths) / len(lengths),
-        "eos_share": ended / len(lengths),
-        "distinct_8gram_share": distinct / max(total, 1),
-    }

@@ -24,7 +24,7 @@ class Runtime:
     device: str  # "auto", "cpu" or "cuda"
     threads: int  # CPU threads of torch; 0: as many as there are cores
     clock: str  # "system", or "virtual": every reading advances 1/1024 s, for equal runs
-    num_processes: int = 1  # that train together; 0: one for each GPU
+    num_processes: int = 1  # that train or answer together; 0: one for each GPU
     sharding: str = "ddp"  # each of them holds all ("ddp"), or its share of what is trained
     peak_tflops: dict[str, float] = field(default_factory=dict)  # GPU name -> dense bfloat16
 
@@ -60,7 +60,7 @@ class Runtime:
         return self.device
 
     def resolved_processes(self) -> int:
-        """How many processes train together; more than there are GPUs is refused."""
+        """How many processes work together; more than there are GPUs is refused."""
         import torch
 
         if self.resolved_device() == "cpu":

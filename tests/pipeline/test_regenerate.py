@@ -9,10 +9,19 @@ Tolerances: log-sum-exp and logits of a padded batch against one unpadded pass a
 must be equal.
 """
 
+import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tiny import EOS, VOCAB_SIZE, tiny_model, tiny_target_folder
@@ -21,10 +30,12 @@ from workspace import prompt, tiny_config, workspace, write_prompts
 from decode.sampling import law_of
 from decode.types import Sampling
 from kernels.reference import processed_probs
-from pipeline import regenerate
-from pipeline.answers import Answers
+from pipeline import answering, regenerate
+from pipeline.answering import speed
+from pipeline.answers import INDEX, Answers, AnswerWriter
 from pipeline.build import fast_dtype
 from pipeline.generation import Generator, Job, Trace
+from pipeline.launch import WorkerError, sole_writer
 from pipeline.regenerate import Regenerate, balanced
 from pipeline.runtime import Runtime
 from pipeline.slots import SlotGenerator
@@ -68,9 +79,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, di
 VIRTUAL = Runtime(device="cpu", threads=1, clock="virtual")
 
 
-def run(stage: Regenerate, target: Path, prompts: Path, out: Path) -> dict[str, float]:
+TOGETHER = replace(VIRTUAL, num_processes=2)
+HERE = Path(__file__).parent
+
+
+def run(
+    stage: Regenerate, target: Path, prompts: Path, out: Path, runtime: Runtime = VIRTUAL
+) -> dict[str, float]:
     given = {"target": tiny_config(target)}, {"prompts": prompts}
-    return stage.run(workspace(*given, out, runtime=VIRTUAL))
+    return stage.run(workspace(*given, out, runtime=runtime))
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same names, and the same bytes under each."""
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
 def jobs(temperature: float, lengths: tuple[int, ...] = (3, 11, 1, 7, 5)) -> list[Job]:
@@ -244,8 +268,7 @@ def test_a_killed_run_resumes_with_the_same_files(
     assert left == ["answers-00000.safetensors", "index.json"]
     resumed = run(stage(), target, prompts, tmp_path / "out")
     assert resumed == metrics
-    for path in sorted(whole.iterdir()):
-        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
+    assert same_files(whole, tmp_path / "out")
 
 
 def test_a_resumed_run_refuses_a_truncated_shard(
@@ -280,3 +303,216 @@ def test_what_auto_stands_for_is_part_of_the_identity(tmp_path: Path) -> None:
     line = Pipeline({"regenerate": answering, "prepare": Odd()}, groups, tmp_path, 0, VIRTUAL)
     settings = line.locate("regenerate").identity["settings"]
     assert settings["dtype"] == fast_dtype("cpu")
+
+
+# ------------------------------------------------------------------------------- several processes
+
+Made = tuple[Path, Path, Path, dict[str, float]]
+
+
+def test_two_processes_answer_as_one(made: Made, tmp_path: Path) -> None:
+    """Shards of two splits under both laws: file by file, index included."""
+    target, prompts, whole, alone = made
+    metrics = run(stage(), target, prompts, tmp_path / "out", TOGETHER)
+    assert len(Answers(whole).shards) >= 5
+    assert same_files(whole, tmp_path / "out")
+    timed = {"num_processes", "tokens_per_second", "tflops_per_second"}
+    assert metrics["num_processes"] == 2
+    assert {key for key in alone if alone[key] != metrics[key]} == timed
+    # By the virtual clock each shard took one tick, and the first process has half of them.
+    num_shards = len(Answers(whole).shards)
+    gain = num_shards / ((num_shards + 1) // 2)
+    assert metrics["tokens_per_second"] == pytest.approx(gain * alone["tokens_per_second"])
+
+
+def test_slots_of_two_processes_choose_the_same_tokens(made: Made, tmp_path: Path) -> None:
+    target, prompts, whole, _ = made
+    run(stage(engine="slots"), target, prompts, tmp_path / "out", TOGETHER)
+    for one, other in zip(Answers(whole).rows(), Answers(tmp_path / "out").rows(), strict=True):
+        assert (one.id, one.law) == (other.id, other.law)
+        assert torch.equal(one.token_ids, other.token_ids)
+        torch.testing.assert_close(one.lse, other.lse, atol=1e-4, rtol=0)
+
+
+def test_later_turns_wait_for_all_processes(made: Made, tmp_path: Path) -> None:
+    """The second turn's prompts hold answers that another process gave."""
+    target = made[0]
+    said = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": None}]
+    splits = {"validation": []}
+    for n in range(5):
+        first = prompt(n, "chat") | {"id": f"talk-{n}/1"}
+        asked = [*json.loads(first["messages_json"]), said[1], said[0]]
+        later = first | {"id": f"talk-{n}/2", "messages_json": json.dumps(asked)}
+        splits["validation"] += [first, later]
+    prompts = write_prompts(tmp_path / "prompts", splits)
+    talking = stage(prompts_per_domain={"drafter_train": 0, "validation": 0, "mixed": 0})
+    one = run(talking, target, prompts, tmp_path / "one")
+    two = run(talking, target, prompts, tmp_path / "two", TOGETHER)
+    assert one["num_answers"] == two["num_answers"] == 20
+    assert same_files(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("runtime", [VIRTUAL, TOGETHER], ids=["one", "two"])
+def test_shards_that_are_whole_are_kept_whoever_goes_on(
+    made: Made, tmp_path: Path, runtime: Runtime
+) -> None:
+    """As a kill leaves them: the second process was two shards ahead; one shard is half written."""
+    target, prompts, whole, metrics = made
+    out = shutil.copytree(whole, tmp_path / "out")
+    index = json.loads((out / INDEX).read_text())
+    lines, index["shards"] = index["shards"], index["shards"][:1]
+    (out / INDEX).write_text(json.dumps(index))
+    for number in (0, 1, 3):  # the first note was there when its shard came into the index
+        note = {"header": index["header"], "shard": lines[number]}
+        (out / f"answers-{number:05d}.json").write_text(json.dumps(note))
+    for number in (2, *range(4, len(lines))):
+        (out / lines[number]["file"]).unlink()
+    (out / (lines[2]["file"] + ".partial")).write_bytes(b"half")
+    kept = {n: (out / lines[n]["file"]).stat().st_mtime_ns for n in (0, 1, 3)}
+    found = run(stage(), target, prompts, out, runtime)
+    assert same_files(whole, out)
+    assert {n: (out / lines[n]["file"]).stat().st_mtime_ns for n in kept} == kept
+    assert found["num_answers"] == metrics["num_answers"]
+
+
+def test_what_a_note_tells_is_checked(made: Made, tmp_path: Path) -> None:
+    """Before anything is answered; the first shard, and with it the index, is not there yet."""
+    out = shutil.copytree(made[2], tmp_path / "out")
+    reader, note = Answers(out), out / "answers-00001.json"
+    said = {"header": reader.header, "shard": asdict(reader.shards[1])}
+    first, path = (out / shard.file for shard in reader.shards[:2])
+    first.unlink()
+    (out / INDEX).unlink()
+    note.write_text(json.dumps(said))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"answers-00001\.safetensors is damaged.*force=true"):
+        run(stage(), *made[:2], out)
+    note.write_text(json.dumps(said | {"header": {**reader.header, "dtype": "float16"}}))
+    with pytest.raises(ValueError, match=r"answers-00001\.json was begun with .*float16"):
+        run(stage(), *made[:2], out)
+    note.write_text("{}")
+    with pytest.raises(ValueError, match=r"answers-00001\.json is damaged.*force=true"):
+        run(stage(), *made[:2], out)
+    assert not first.exists()
+
+
+def test_two_processes_killed_midway_go_on(made: Made, tmp_path: Path) -> None:
+    """kill -9 of the parent after three shards; the next run begins while orphans may live."""
+    target, prompts, _, _ = made
+    small = {"shard_rows": 1, "batch_size": 1}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    metrics = run(stage(**small), target, prompts, whole, TOGETHER)
+    kill_when_it_has(3, small, target, prompts, parts)
+    there = len(list(parts.glob("*.safetensors")))
+    assert 3 <= there < len(list(whole.glob("*.safetensors")))
+    assert run(stage(**small), target, prompts, parts, TOGETHER) == metrics
+    assert same_files(whole, parts)
+
+
+def kill_when_it_has(
+    num_shards: int, small: dict[str, int], target: Path, prompts: Path, out: Path
+) -> None:
+    """Answer in a process of its own, and kill that one when so many shards are whole."""
+    job = f"run(stage(**{small!r}), {target!r}, {prompts!r}, {out!r}, TOGETHER)"
+    code = f"from pathlib import PosixPath; from test_regenerate import *; {job}"
+    paths = os.pathsep.join([str(HERE), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}
+    )
+    began = time.monotonic()
+    while len(list(out.glob("*.safetensors"))) < num_shards:
+        assert process.poll() is None, "the run was over before it was killed"
+        assert time.monotonic() - began < 120
+        time.sleep(0.001)
+    assert len(psutil.Process(process.pid).children(recursive=True)) >= 2
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_a_refused_target_leaves_nothing_behind(made: Made, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    model.save_pretrained(shutil.copytree(made[0], tmp_path / "target"))
+    greedy = stage(laws=dict.fromkeys(stage().laws, "greedy"))
+    with pytest.raises(ValueError, match="not finite while answering"):
+        run(greedy, tmp_path / "target", made[1], tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_an_error_of_the_second_process_ends_the_first(made: Made, tmp_path: Path) -> None:
+    """The first would wait for its shard for ever."""
+    out = tmp_path / "out"
+    (out / "answers-00001.safetensors").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match="answers-00001") as caught:
+        run(stage(), *made[:2], out, TOGETHER)
+    assert isinstance(caught.value.__cause__, WorkerError)
+
+
+def test_a_writer_of_an_earlier_launch_is_waited_for(tmp_path: Path) -> None:
+    """Its second process lives on; this launch has one process."""
+    out, entered = tmp_path / "out", threading.Event()
+
+    def write() -> None:
+        with sole_writer(out, VIRTUAL):
+            entered.set()
+
+    with VIRTUAL.lock(tmp_path / "out.writer-1.lock"):
+        thread = threading.Thread(target=write)
+        thread.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(20)
+    thread.join()
+
+
+# ------------------------------------------------------------------------------------------- speed
+
+
+def test_operations_are_those_of_the_texts_by_hand(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three shards of one text each: 4 layers, 32 wide, 2 of 4 heads for keys and values."""
+    row = next(Answers(made[2]).rows())
+    writer = AnswerWriter(tmp_path, {row.law: row.sampling}, num_top_logits=0, dtype="float32")
+    for num_prompt, num_answer, seconds in ((3, 2, 1.0), (1, 1, 2.0), (5, 4, 4.0)):
+        some = replace(
+            row,
+            token_ids=torch.arange(num_prompt + num_answer),
+            num_prompt_tokens=num_prompt,
+            **{name: torch.zeros(num_answer) for name in ("logprobs", "lse")},
+            **{name: torch.zeros(num_answer, 0) for name in ("topk_ids", "topk_logits")},
+        )
+        writer.write("validation", [some], torch.float32, seconds)
+    layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
+    num_read, num_answer = 4 + 1 + 8, 2 + 1 + 4
+    pairs = (1 + 2 + 3 + 4) + 1 + (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)
+    flops = 2 * 4 * layer * num_read + 2 * 97 * 32 * num_answer + 4 * (4 * 4 * 8) * pairs
+    found = speed(tmp_path, tiny_model(), VIRTUAL)
+    assert found["tflops_per_second"] == pytest.approx(flops / 7 / 1e12)
+    assert found["tokens_per_second"] == 1
+    assert found["flop_utilisation"] is None
+    monkeypatch.setattr(Runtime, "device_peak_flops", lambda self: 1e6)
+    assert speed(tmp_path, tiny_model(), VIRTUAL)["flop_utilisation"] == pytest.approx(
+        flops / 7 / 1e6
+    )
+    # Two processes: the first answers shards 0 and 2 in 5 seconds, the other is done after 2.
+    monkeypatch.setattr(answering, "rank_and_size", lambda: (0, 2))
+    found = speed(tmp_path, tiny_model(), VIRTUAL)
+    assert found["tokens_per_second"] == pytest.approx(7 / 5)
+    assert found["flop_utilisation"] == pytest.approx(flops / 5 / 2e6)
+
+
+@pytest.mark.gpu
+def test_two_gpus_answer_as_one(made: Made, tmp_path: Path) -> None:
+    """In slots, where neighbours differ: tokens, not bits. Float32, so that no tie is near."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    alone = replace(VIRTUAL, device="cuda", clock="system")
+    run(stage(engine="slots"), *made[:2], tmp_path / "one", alone)
+    found = run(stage(engine="slots"), *made[:2], tmp_path / "two", replace(alone, num_processes=2))
+    assert found["num_processes"] == 2
+    for one, other in zip(
+        Answers(tmp_path / "one").rows(), Answers(tmp_path / "two").rows(), strict=True
+    ):
+        assert (one.id, one.law) == (other.id, other.law)
+        assert torch.equal(one.token_ids, other.token_ids)
