@@ -53,10 +53,10 @@ class Judge:
         self._keep(0)
         return State(before, before)
 
-    def review(self, step: int, state: State) -> Passes:
-        """Measure, and keep the drafter where it is the best so far."""
+    def review(self, step: int, state: State, keep: bool = False) -> Passes:
+        """Measure, and keep the drafter where it is the best so far, or anyway."""
         passes = self.measure()
-        if acceptance_length(passes) > acceptance_length(state.best):
+        if keep or acceptance_length(passes) > acceptance_length(state.best):
             self._keep(step)
             state.best, state.best_step = passes, step
             state.best_num_tokens = state.num_tokens

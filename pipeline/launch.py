@@ -12,7 +12,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -48,13 +48,14 @@ def launch(work: Callable[..., T], *args: Any, runtime: Runtime) -> T:
     log.info("%d processes work together", size)
     workers: list[tuple[BaseProcess, Connection]] = []
     try:
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            job = (rank, size, store.port, runtime, theirs, work, args)
-            process: BaseProcess = context.Process(target=_work, args=job, daemon=True)
-            process.start()
-            theirs.close()
-            workers.append((process, ours))
+        with _gpus_out_of_sight() if runtime.resolved_device() == "cpu" else nullcontext():
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                job = (rank, size, store.port, runtime, theirs, work, args)
+                process: BaseProcess = context.Process(target=_work, args=job, daemon=True)
+                process.start()
+                theirs.close()
+                workers.append((process, ours))
         return _results(workers)[0]
     finally:
         for process, _ in workers:
@@ -100,6 +101,21 @@ def sole_writer(out: Path, runtime: Runtime) -> Iterator[None]:
 
 def _writer_lock(out: Path, rank: int) -> Path:
     return out.with_suffix(f".writer-{rank}.lock")
+
+
+@contextmanager
+def _gpus_out_of_sight() -> Iterator[None]:
+    """Processes that start within see no GPU: libraries would give each of them one by its rank."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _results(workers: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:

@@ -2,7 +2,9 @@
 
 A round shares the prompts out, and then trains every member on its share. The first round goes by
 the members' `domains`; the later ones by what the members have become (hard assignment, as k-means
-does it, with target passes for distance), so that specialists come from what pays.
+does it, with target passes for distance), so that specialists come from what pays. All rounds
+follow one learning rate curve, and a round ends with its last drafter: a member begins a round with
+the answers that it happened to do best on, so that hardly any training would seem to be worth it.
 """
 
 import json
@@ -218,6 +220,7 @@ class _Rounds:
                 drafter=drafter,
                 rows=settings.gather(mine, name),
                 validation=judged or self.validation,
+                part=(number, settings.num_rounds),
             ).run()
             self.team.wait()
         drafter.load(out)

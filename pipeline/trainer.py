@@ -40,7 +40,8 @@ class Trainer:
     """One training run in the folder `out`, as `settings` say; needs nothing of a stage around it.
 
     `drafter` is where training starts and holds the best in the end. In a team of processes each
-    makes a Trainer of its own with equal arguments; the first one writes.
+    makes a Trainer of its own with equal arguments; the first one writes. `part` (i, n): this is
+    the i-th of n runs that follow one learning rate curve; such a run ends with its last drafter.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class Trainer:
         drafter: NetworkDrafter,
         rows: Rows,  # what settings.gather makes of answers
         validation: Sequence[Answer],
+        part: tuple[int, int] = (1, 1),
     ) -> None:
         self.settings = settings = settings.resolved(runtime)
         self.target, self.runtime, self.drafter = target, runtime, drafter
-        self.name, self.out, self.seed = name, out, seed
+        self.name, self.out, self.seed, self.part = name, out, seed, part
         self.team = Team(runtime.resolved_device(), runtime.sharding)
         self.judge = Judge(drafter, validation, settings.num_draft_tokens, out, self.team)
         on_gpu = self.team.device.type == "cuda"
@@ -111,7 +113,7 @@ class Trainer:
         """
         self.timer.start()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.settings, step, self.num_steps)
+            group["lr"] = self._learning_rate(step)
         with self.timer.phase("data"):
             batches, works = self._batches(step, next(feed))
         work = sum(works[1:], works[0])
@@ -128,6 +130,11 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self._curves(step, total, full(norm), work)
+
+    def _learning_rate(self, step: int) -> float:
+        part, num_parts = self.part
+        before = (part - 1) * self.num_steps
+        return learning_rate(self.settings, before + step, num_parts * self.num_steps)
 
     def _batches(self, step: int, fed: list[Fed]) -> tuple[list[Batch], list[Work]]:
         """On the device; where the step is on-policy with the drafter's own text."""
@@ -175,7 +182,7 @@ class Trainer:
             flops += target.forward_flops(work)
         return {
             "loss": loss,
-            "learning_rate": learning_rate(self.settings, step, self.num_steps),
+            "learning_rate": self._learning_rate(step),
             "grad_norm": grad_norm,
             "num_tokens": work.num_predicted,
             **speeds(work, flops, self.timer.read()),
@@ -222,7 +229,8 @@ class Trainer:
 
     def _validate(self, step: int, state: State) -> dict[str, float]:
         self._refresh()
-        return self.judge.curves(self.judge.review(step, state))
+        last_counts = self.part[1] > 1 and step == self.num_steps
+        return self.judge.curves(self.judge.review(step, state, last_counts))
 
     def _refresh(self) -> None:
         """Give the drafter the weights that the team has now."""

@@ -60,6 +60,10 @@ def train(stage: Portfolio, world: World, out: Path) -> dict[str, Any]:
     return stage.run(workspace(groups, inputs, out, runtime=VIRTUAL))
 
 
+def history_of(folder: Path) -> list[dict[str, float]]:
+    return [line for line in history(folder) if "learning_rate" in line]
+
+
 def test_the_fewest_passes_decide_and_nobody_starves() -> None:
     passes = np.array([[1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 3.0, 8.0]])
     assert by_passes(passes, 0).tolist() == [0, 1, 0, 0]
@@ -100,6 +104,9 @@ def test_members_are_read_by_the_stages_that_read_drafters(world: World, tmp_pat
     assert min(rounds[1]["prompts"].values()) >= 4
     need = trained_need(pool(), "left")
     assert need.stage == "member"
+    rates = [line["learning_rate"] for line in history_of(tmp_path / "portfolio" / "left")]
+    assert rates[1:] == sorted(rates[1:], reverse=True)  # one curve through both rounds
+    assert rates[-1] < 0.2 * max(rates)
     inputs = {}
     for name in ("left", "right"):
         groups = {"entry": portfolio_members(pool())[name]}
