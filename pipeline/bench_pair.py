@@ -1,0 +1,148 @@
+"""Two model folders on this machine: a drafter at several K against plain decoding, side by side.
+
+    python -m pipeline.bench_pair TARGET DRAFTER --prompts humaneval.jsonl.gz --dtype bfloat16
+
+needs no training here and no GPU. A prompt's methods follow one another, their order rotating, so
+that what else the machine does falls on all of them; ratios are of the same prompts, with 95%
+bootstrap intervals. Greedy texts that part from plain decoding's are counted.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from decode import Sampling
+from decode.clock import Clock, SystemClock
+from decode.policies.fixed import FixedPolicy
+from decode.resolve import resolve_drafters, resolve_target
+from pipeline.benches import BENCH, BenchData
+from pipeline.chat import prompt_ids
+from pipeline.files import write_json
+from pipeline.headline import finite
+from pipeline.manifest import git_state, package_versions
+from pipeline.progress import WIDE
+from pipeline.runtime import hardware
+from pipeline.scores import ALL, HEADLINE_SPLIT, Resampling, audit, scoreboard
+from pipeline.wallclock import PLAIN, EvalPrompt, Journal, Method, Race, make_prompt
+
+NUM_RESAMPLES = 2000
+
+
+def compare(
+    target: Any,  # what SpeculativeDecoder takes: a model, a folder or a name
+    drafter: Any,
+    prompts: Path,
+    *,
+    num_prompts: int,
+    max_new_tokens: int,
+    draft_lengths: Sequence[int],
+    temperature: float,
+    dtype: str | None = None,
+    device: str | None = None,
+    make_clock: type[Clock] = SystemClock,
+) -> dict[str, Any]:
+    """One row a method (plain, each K) over all prompts, and under which conditions."""
+    target = resolve_target(target, tokenizer=None, device=device, dtype=dtype)
+    drafters = resolve_drafters(drafter, target)
+    (name,) = drafters
+    law = Sampling(temperature=temperature, seed=0)
+    fixed = [
+        Method(f"K={k}", partial(FixedPolicy, name, k, None), None, f"K={k}") for k in draft_lengths
+    ]
+    asked = read_bench(prompts, num_prompts, max_new_tokens, target.tokenizer)
+    race = Race(
+        target=target,
+        drafters=drafters,
+        methods={"law": [Method(PLAIN, None), *fixed]},
+        prompts=asked,
+        laws={"law": law},
+        repeats=1,
+        max_new_tokens=max_new_tokens,
+        make_clock=make_clock,
+    )
+    with TemporaryDirectory() as folder:
+        cells = race.run(Journal(Path(folder) / "cells.jsonl"))
+    greedy = ["law"] if law.greedy else []
+    rows = scoreboard(cells, race.methods, Resampling(NUM_RESAMPLES, 0))
+    return {
+        "hardware": hardware(),
+        "dtype": str(next(target.model.parameters()).dtype).removeprefix("torch."),
+        "temperature": temperature,
+        "prompts": {prompts.name: len(asked)},
+        "max_new_tokens": max_new_tokens,
+        "rows": [row for row in rows if row["domain"] == ALL],
+        "audit": audit(cells, greedy, asked, target),
+        "packages": package_versions(),
+        **git_state(),
+    }
+
+
+def read_bench(path: Path, number: int, max_new_tokens: int, tokenizer: Any) -> list[EvalPrompt]:
+    """The first turns of a benchmark's questions, those whose hash comes first."""
+    data = BenchData(
+        folder=str(path.parent),
+        files=path.name,
+        turns="first",
+        prompts_per_bench=number,
+        laws="greedy",
+        max_new_tokens=max_new_tokens,
+        max_prompt_tokens=0,
+    )
+    rows = [asdict(row) for row in data.load(seed=0)[BENCH]]
+    return [make_prompt(row, HEADLINE_SPLIT, prompt_ids(tokenizer, row)) for row in rows]
+
+
+def table(results: dict[str, Any]) -> Table:
+    """Tokens a second, the ratio to plain, and what a pass emits and would have to."""
+    made = Table(title=f"{results['dtype']} on {results['hardware']['cpu']}")
+    for name in ("method", "tok/s", "speed over plain", "acceptance length", "break-even length"):
+        made.add_column(name, justify="left" if name == "method" else "right")
+    for row in results["rows"]:
+        ratio = row["speed_ratio"]
+        made.add_row(
+            row["method"],
+            f"{row['tokens_per_second']:.1f}",
+            f"{ratio['value']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['break_even_length']:.2f}",
+        )
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", help="folder or name of a causal LM")
+    parser.add_argument("drafter", help="a trained drafter's folder, or a causal LM, or ngram")
+    parser.add_argument("--prompts", type=Path, required=True, help="a benchmark's JSON lines")
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--draft-lengths", type=int, nargs="+", default=[2, 3, 4, 5, 6, 8])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")
+    given = vars(parser.parse_args(arguments))
+    out = given.pop("out")
+    results = finite(compare(given.pop("target"), given.pop("drafter"), **given))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, results)
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDE)).print(table(results))
+    different = results["audit"]["different"]
+    if different:
+        console.print(f"greedy texts that differ from plain decoding's: {json.dumps(different)}")
+
+
+if __name__ == "__main__":
+    main()
