@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-TINY = 1e-30  # as in drafters.losses
-LOG_TINY = -69.07755278982137
+TINY = tl.constexpr(1e-30)  # as in drafters.losses
+LOG_TINY = tl.constexpr(-69.07755278982137)
 FACTORS = (
     "cross_entropy",
     "forward_kl",
@@ -127,6 +127,30 @@ def target_log_probs(
 
 
 @triton.jit
+def both_laws(
+    draft_row,
+    teacher_row,
+    ids_ptr,
+    columns,
+    num_columns,
+    num_ids,
+    draft_lse,
+    target_lse,
+    log_mass,
+    TAUGHT: tl.constexpr,
+    MAPPED: tl.constexpr,
+):
+    """log q, q, log p' and p of a block of columns; p is not renormalised."""
+    inside = columns < num_columns
+    values = tl.load(draft_row + columns, mask=inside, other=float("-inf"))
+    log_q = values.to(tl.float32) - draft_lse
+    log_p = target_log_probs(
+        teacher_row, ids_ptr, columns, inside, target_lse, num_ids, TAUGHT, MAPPED
+    )
+    return log_q, tl.exp(log_q), tl.maximum(log_p - log_mass, LOG_TINY), tl.exp(log_p)
+
+
+@triton.jit
 def divergence_kernel(
     logits_ptr,
     teacher_ptr,
@@ -179,7 +203,7 @@ def divergence_kernel(
                 )
                 sums += tl.exp(log_p)
             mass = tl.sum(sums, 0)
-    log_mass = tl.log(tl.maximum(mass, 1e-30))
+    log_mass = tl.log(tl.maximum(mass, TINY))
     alpha_sums = tl.zeros([BLOCK], tl.float32)
     below_sums = tl.zeros([BLOCK], tl.float32)
     kl_sums = tl.zeros([BLOCK], tl.float32)
@@ -189,23 +213,27 @@ def divergence_kernel(
     if TAUGHT:
         for low in range(0, num_columns, BLOCK):
             columns = low + tl.arange(0, BLOCK)
-            inside = columns < num_columns
-            values = tl.load(draft_row + columns, mask=inside, other=float("-inf"))
-            log_q = values.to(tl.float32) - draft_lse
-            q = tl.exp(log_q)
-            log_p = target_log_probs(
-                teacher_row, ids_ptr, columns, inside, target_lse, num_ids, TAUGHT, MAPPED
+            log_q, q, log_p, p = both_laws(
+                draft_row,
+                teacher_row,
+                ids_ptr,
+                columns,
+                num_columns,
+                num_ids,
+                draft_lse,
+                target_lse,
+                log_mass,
+                TAUGHT,
+                MAPPED,
             )
-            p = tl.exp(log_p)
-            log_p = tl.maximum(log_p - log_mass, -69.07755278982137)
             alpha_sums += tl.minimum(p, q)
             below_sums += tl.where(q < p, q, 0.0)
             kl_sums += tl.where(p > 0, p * (log_p - log_q), 0.0)
             if REVERSE:
                 reverse_sums += tl.where(q > 0, q * (log_q - log_p), 0.0)
             if MIDDLE:
-                own = p / tl.maximum(mass, 1e-30)
-                log_middle = tl.log(tl.maximum((own + q) / 2, 1e-30))
+                own = p / tl.maximum(mass, TINY)
+                log_middle = tl.log(tl.maximum((own + q) / 2, TINY))
                 to_p_sums += tl.where(own > 0, own * (log_p - log_middle), 0.0)
                 to_q_sums += tl.where(q > 0, q * (log_q - log_middle), 0.0)
     alpha = tl.sum(alpha_sums, 0)
@@ -222,7 +250,7 @@ def divergence_kernel(
     if TAUGHT:
         loss += forward_kl * kl + (tv + tvpp) * (1 - alpha)
         loss += mass * (reverse_kl * reverse + jsd * middle)
-        loss += -lk_alpha * tl.log(tl.maximum(alpha, 1e-30))
+        loss += -lk_alpha * tl.log(tl.maximum(alpha, TINY))
         loss += lk_hybrid * (share * kl + (1 - share) * (1 - alpha))
     tl.store(losses_ptr + row, loss)
     tl.store(chances_ptr + row, alpha)
@@ -230,31 +258,35 @@ def divergence_kernel(
         weight = tl.load(weights_ptr + row).to(tl.float32)
         of_kl = forward_kl + lk_hybrid * share
         of_tv = tv + lk_hybrid * (1 - share)
-        of_tv += tl.where(alpha >= 1e-30, lk_alpha / tl.maximum(alpha, 1e-30), 0.0)
-        of_tv += tvpp / tl.sqrt(tl.maximum(below * (1 - below), 1e-30))
+        of_tv += tl.where(alpha >= TINY, lk_alpha / tl.maximum(alpha, TINY), 0.0)
+        of_tv += tvpp / tl.sqrt(tl.maximum(below * (1 - below), TINY))
         of_text = tl.where(came, cross_entropy, 0.0)
         for low in range(0, num_columns, BLOCK):
             columns = low + tl.arange(0, BLOCK)
-            inside = columns < num_columns
-            values = tl.load(draft_row + columns, mask=inside, other=float("-inf"))
-            log_q = values.to(tl.float32) - draft_lse
-            q = tl.exp(log_q)
+            log_q, q, log_p, p = both_laws(
+                draft_row,
+                teacher_row,
+                ids_ptr,
+                columns,
+                num_columns,
+                num_ids,
+                draft_lse,
+                target_lse,
+                log_mass,
+                TAUGHT,
+                MAPPED,
+            )
             gradient = of_text * (q - tl.where(columns == follower, 1.0, 0.0))
             if TAUGHT:
-                log_p = target_log_probs(
-                    teacher_row, ids_ptr, columns, inside, target_lse, num_ids, TAUGHT, MAPPED
-                )
-                p = tl.exp(log_p)
-                log_p = tl.maximum(log_p - log_mass, -69.07755278982137)
                 gradient += of_kl * (mass * q - p)
                 gradient -= of_tv * q * (tl.where(q < p, 1.0, 0.0) - below)
                 if REVERSE:
                     slope = tl.where(q > 0, q * (log_q - log_p - reverse), 0.0)
                     gradient += reverse_kl * mass * slope
                 if MIDDLE:
-                    own = p / tl.maximum(mass, 1e-30)
-                    log_middle = tl.log(tl.maximum((own + q) / 2, 1e-30))
+                    own = p / tl.maximum(mass, TINY)
+                    log_middle = tl.log(tl.maximum((own + q) / 2, TINY))
                     slope = tl.where(q > 0, q * (log_q - log_middle - to_q), 0.0)
                     gradient += jsd * mass / 2 * slope
             kind = logits_ptr.dtype.element_ty
-            tl.store(draft_row + columns, (weight * gradient).to(kind), mask=inside)
+            tl.store(draft_row + columns, (weight * gradient).to(kind), mask=columns < num_columns)
