@@ -36,7 +36,7 @@ from pipeline.wallclock import PLAIN, EvalPrompt, Journal, Method, Race, make_pr
 NUM_RESAMPLES = 2000
 
 
-def compare(
+def side_by_side(
     target: Any,  # what SpeculativeDecoder takes: a model, a folder or a name
     drafter: Any,
     prompts: Path,
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")
     given = vars(parser.parse_args(arguments))
     out = given.pop("out")
-    results = finite(compare(given.pop("target"), given.pop("drafter"), **given))
+    results = finite(side_by_side(given.pop("target"), given.pop("drafter"), **given))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, results)
