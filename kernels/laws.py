@@ -97,7 +97,7 @@ def _top_p_threshold(logits: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
     total = weights.sum(-1, keepdim=True)
     # Tokens below this mass hold less than 1 - top_p together: none is needed, and few are sorted.
     enough = (1 - top_p) * total / (2 * weights.shape[-1])
-    count = int((weights >= enough).sum(-1).max())
+    count = max(1, int((weights >= enough).sum(-1).max()))  # 0: no row has a number in it
     highest, ids = logits.topk(count, dim=-1)
     reached = weights.gather(-1, ids).cumsum(-1) >= top_p * total
     first = torch.where(reached.any(-1), reached.byte().argmax(-1), count - 1)

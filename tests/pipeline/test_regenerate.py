@@ -429,14 +429,17 @@ def kill_when_it_has(
     process.wait()
 
 
-def test_a_refused_target_leaves_nothing_behind(made: Made, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("law", "top_p"), [("greedy", 1.0), ("sampled", 0.9)])
+def test_a_refused_target_leaves_nothing_behind(
+    made: Made, tmp_path: Path, law: str, top_p: float
+) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     model.save_pretrained(shutil.copytree(made[0], tmp_path / "target"))
-    greedy = stage(laws=dict.fromkeys(stage().laws, "greedy"))
+    only = stage(laws=dict.fromkeys(stage().laws, law), top_p=top_p)
     with pytest.raises(ValueError, match="not finite while answering"):
-        run(greedy, tmp_path / "target", made[1], tmp_path / "out")
+        run(only, tmp_path / "target", made[1], tmp_path / "out")
     assert not any((tmp_path / "out").iterdir())
 
 
