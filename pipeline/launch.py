@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.files import sweep
 from pipeline.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def meet() -> None:
 
 @contextmanager
 def sole_writer(out: Path, runtime: Runtime) -> Iterator[None]:
-    """Within, no process of another launch writes to `out`.
+    """Within, no process of another launch writes to `out`, and nothing half-written is in it.
 
     A writer whose parent was killed lives on for a moment, and the artifact's lock is free by then;
     so each process waits for the one that had its number, the first also for those whose number
@@ -95,6 +96,8 @@ def sole_writer(out: Path, runtime: Runtime) -> Iterator[None]:
         while rank == 0 and (path := _writer_lock(out, number)).exists():
             with runtime.lock(path):
                 number += 1
+        if rank == 0:
+            sweep(out)  # what was begun while the artifact's lock was free
         meet()
         yield
 
