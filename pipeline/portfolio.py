@@ -1,10 +1,11 @@
-"""Drafters that divide the prompts among themselves: each learns from those that it accepts best.
+"""Drafters that divide the prompts among themselves: each learns from those that it drafts best.
 
 A round shares the prompts out, and then trains every member on its share. The first round goes by
 the members' `domains`; the later ones by what the members have become (hard assignment, as k-means
-does it, with target passes for distance), so that specialists come from what pays. All rounds
-follow one learning rate curve, and a round ends with its last drafter: a member begins a round with
-the answers that it happened to do best on, so that hardly any training would seem to be worth it.
+does it, with expected target passes for distance: see `pipeline.sharing`), so that specialists come
+from what pays. All rounds follow one learning rate curve, and a round ends with its last drafter: a
+member begins a round with prompts chosen for it, so that hardly any training would seem to be worth
+it.
 """
 
 import json
@@ -24,7 +25,7 @@ from pipeline.files import write_json
 from pipeline.history import FILE as HISTORY
 from pipeline.launch import sole_writer
 from pipeline.lint_report import read_lint
-from pipeline.sharing import by_label, by_passes, summed
+from pipeline.sharing import by_label, by_passes, expected_passes, summed, text_features, unseen
 from pipeline.stage import Need, Workspace
 from pipeline.train_drafter import start_drafter
 from pipeline.validation import read_metrics, validation_answers
@@ -44,19 +45,20 @@ class Portfolio(Distill):
     """
 
     reads: ClassVar[tuple[str, ...]] = ("target", "members")
-    format_version: ClassVar[int] = 1
+    format_version: ClassVar[int] = 2  # shares are expected passes, measured on unseen prompts
     summary: ClassVar[str] = "drafters that share the prompts out by acceptance, round by round"
 
     num_rounds: int
     smallest_share: float
+    unseen_share: float  # of the prompts: members are measured on them, and learn from them last
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_rounds < 1 or not 0 <= self.smallest_share <= 1:
-            raise ValueError(
-                f"num_rounds={self.num_rounds} must be at least 1 and "
-                f"smallest_share={self.smallest_share} lie between 0 and 1"
-            )
+        if self.num_rounds < 1:
+            raise ValueError(f"num_rounds={self.num_rounds} must be at least 1")
+        for name, low, high in (("smallest_share", 0, 1), ("unseen_share", 0.01, 0.9)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}={getattr(self, name)} must lie between {low} and {high}")
         if self.num_steps and self.num_steps < self.num_rounds:
             raise ValueError(
                 f"num_steps={self.num_steps} are fewer than num_rounds={self.num_rounds}"
@@ -156,7 +158,7 @@ class _Rounds:
         missing = not path.exists()
         self.team.wait()  # all look before one writes
         if missing:
-            shares = {**self._shared(self.answers, number), **self._shared(self.validation, number)}
+            shares = self._shared(number)
             if self.team.is_first:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_json(path, shares)
@@ -176,15 +178,38 @@ class _Rounds:
         )
         return shares
 
-    def _shared(self, answers: Sequence[Answer], number: int) -> dict[str, int]:
-        ids = [answer.id for answer in answers]
+    def _shared(self, number: int) -> dict[str, int]:
+        answers = [*self.answers, *self.validation]
         if number == 1:
-            domains = [answer.domain for answer in answers]
+            ids, domains = [a.id for a in answers], [a.domain for a in answers]
             wanted = [named.entry.domains for named in self.entries.values()]
             return dict(zip(ids, by_label(ids, domains, wanted).tolist(), strict=True))
-        names, passes = summed(ids, self._passes(answers)[:, :, 1])
+        measured = self._measured()
+        seen, passes = summed([a.id for a in measured], self._passes(measured)[:, :, 1])
+        embedding = self.target.model.get_input_embeddings().weight
+        names, features = text_features(answers, embedding.detach())
+        places = {name: place for place, name in enumerate(names)}
+        expected = expected_passes(features, np.array([places[name] for name in seen]), passes)
         smallest = int(self.settings.smallest_share * len(names) / len(self.members))
-        return dict(zip(names, by_passes(passes, smallest).tolist(), strict=True))
+        return dict(zip(names, by_passes(expected, smallest).tolist(), strict=True))
+
+    def _measured(self) -> list[Answer]:
+        """Answers that no member has learned from yet."""
+        share = self.settings.unseen_share
+        found = [answer for answer in self.answers if unseen(answer.id, share)]
+        if not found:
+            raise ValueError(
+                f"stages.portfolio.unseen_share={share} of {len(self.answers)} answers is none; "
+                "raise it or give more prompts"
+            )
+        return found
+
+    def _learned(self, number: int) -> list[Answer]:
+        """The answers of a round: those that members are measured on come in the last."""
+        if number == self.settings.num_rounds:
+            return self.answers
+        share = self.settings.unseen_share
+        return [answer for answer in self.answers if not unseen(answer.id, share)]
 
     def _passes(self, answers: Sequence[Answer]) -> np.ndarray:  # [members, answers, 2]
         """Tokens and target passes of every member."""
@@ -207,7 +232,7 @@ class _Rounds:
         drafter = self.members[name]
         if read_metrics(out) is None:
             settings = self.settings.of_round()
-            mine = [answer for answer in self.answers if shares[answer.id] == place]
+            mine = [a for a in self._learned(number) if shares[a.id] == place]
             judged = [answer for answer in self.validation if shares[answer.id] == place]
             out.mkdir(parents=True, exist_ok=True)
             Trainer(

@@ -1,9 +1,55 @@
-"""Who gets which prompt: the drafter that needs the fewest target passes, but nobody starves."""
+"""Who gets which prompt: the drafter that should need the fewest target passes; nobody starves.
+
+How many passes a drafter needs for one text is mostly chance, and a text that it has learned from
+flatters it. So drafters are measured on prompts that none of them has seen, and what is shared out
+by is what a ridge regression on the prompts' tokens makes of that.
+"""
 
 import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.answers import Answer
+
+RIDGES = 10.0 ** np.arange(-1, 6)  # factors of the penalty, chosen by leaving prompts out
+UNSEEN = "unseen:"  # what is hashed for it differs from what is hashed for anything else
+
+
+def unseen(name: str, share: float) -> bool:
+    """Whether this prompt is kept from the members until the last round."""
+    return _number(UNSEEN + name) < share * 2**64
+
+
+def text_features(answers: Sequence[Answer], embedding: Tensor) -> tuple[list[str], np.ndarray]:
+    """Distinct prompts, and for each the mean of its tokens' rows of `embedding` [vocabulary, D].
+
+    Float64 [prompts, D]; the tokens are those of the prompt and of all its answers.
+    """
+    ids = [answer.id for answer in answers]
+    sums = [embedding[a.token_ids.to(embedding.device)].float().sum(0) for a in answers]
+    counts = np.array([[len(answer.token_ids) for answer in answers]], dtype=np.float64)
+    names, total = summed(ids, torch.stack(sums).double().cpu().numpy().T)
+    return names, (total / summed(ids, counts)[1]).T
+
+
+def expected_passes(features: np.ndarray, rows: np.ndarray, passes: np.ndarray) -> np.ndarray:
+    """[members, prompts] relative passes that `features` [prompts, D] let one expect.
+
+    Learned from `passes` [members, measured] of the prompts numbered `rows`, relative to the mean
+    member's on the same prompt (geometric), a prompt counting by its passes.
+    """
+    from sklearn.linear_model import RidgeCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    logs = np.log(passes)
+    relative = (logs - logs.mean(axis=0)).T
+    model = make_pipeline(StandardScaler(), RidgeCV(RIDGES))
+    model.fit(features[rows], relative, ridgecv__sample_weight=passes.mean(axis=0))
+    return np.exp(model.predict(features)).T
 
 
 def by_label(

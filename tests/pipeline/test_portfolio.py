@@ -1,7 +1,8 @@
 """Would catch: prompts given to the drafter that accepts them worst, or one prompt to two; a member
-that starves; shares drawn anew when a killed run goes on; a later round that starts from the first
-one's weights; a member that gets more training than it was promised, or the others' weights; a
-portfolio that other stages cannot read.
+that starves; prompts shared out by the luck of one text, or measured on what a member has learned
+from; shares drawn anew when a killed run goes on; a later round that starts from the first one's
+weights; a member that gets more training than it was promised, or the others' weights; a portfolio
+that other stages cannot read.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_train_drafter import (
     COMMON,
     CUT,
@@ -31,7 +33,14 @@ from pipeline.build import build_drafters, load_target, portfolio_members, train
 from pipeline.config import Pool, PoolEntry
 from pipeline.member import Member
 from pipeline.portfolio import Portfolio
-from pipeline.sharing import by_label, by_passes, summed
+from pipeline.sharing import (
+    by_label,
+    by_passes,
+    expected_passes,
+    summed,
+    text_features,
+    unseen,
+)
 
 __all__ = ["world"]  # a fixture
 
@@ -50,7 +59,7 @@ def pool(**overrides: Any) -> Pool:
 
 
 def portfolio(**changes: Any) -> Portfolio:
-    rounds = {"num_rounds": 2, "smallest_share": 0.5, "num_steps": 8}
+    rounds = {"num_rounds": 2, "smallest_share": 0.5, "unseen_share": 0.3, "num_steps": 8}
     return Portfolio(**{**COMMON, **LEARNED, **rounds, **changes})
 
 
@@ -95,6 +104,67 @@ def test_answers_of_one_prompt_count_together() -> None:
     names, sums = summed(["b", "a", "b"], np.array([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]]))
     assert names == ["b", "a"]
     assert sums.tolist() == [[5.0, 2.0], [2.0, 1.0]]
+
+
+def test_luck_does_not_move_a_prompt_but_its_kind_does() -> None:
+    """Two kinds of text, each 3% cheaper for one member; one text's passes vary by 10%."""
+    random = np.random.default_rng(0)
+    kind = random.integers(0, 2, 2000)
+    features = random.normal(size=(2000, 8))
+    features[:, 3] += 4 * kind
+    passes = 100 * np.exp(random.normal(0, 0.1, (2, 2000)))
+    passes[0, kind == 1] *= 1.03
+    passes[1, kind == 0] *= 1.03
+    rows = np.arange(0, 2000, 2)
+    lucky = (by_passes(passes, 0) == kind).mean()
+    found = by_passes(expected_passes(features, rows, passes[:, rows]), 0)
+    unmeasured = np.arange(1, 2000, 2)
+    assert lucky < 0.65
+    assert (found == kind)[unmeasured].mean() > 0.8
+
+
+def test_expected_passes_are_relative_to_the_mean_member() -> None:
+    """One that needs a tenth fewer everywhere, whatever the texts are like."""
+    passes = np.tile([[90.0], [100.0]], 40) * np.linspace(1, 5, 40)
+    features = np.random.default_rng(1).normal(size=(50, 3))
+    expected = expected_passes(features, np.arange(40), passes)
+    np.testing.assert_allclose(expected, np.tile([[0.9**0.5], [0.9**-0.5]], 50), rtol=1e-9)
+
+
+def test_features_are_the_mean_row_of_all_tokens_of_a_prompt(world: World) -> None:
+    one, two = list(Answers(world.answers).rows(split="drafter_train"))[:2]
+    tokens = [torch.tensor(ids) for ids in ([1, 1, 2], [0], [2])]
+    first, other, again = (
+        dataclasses.replace(answer, id=name, token_ids=ids)
+        for answer, name, ids in zip((one, two, one), "aba", tokens, strict=True)
+    )
+    table = torch.tensor([[5.0, 0.0], [1.0, 2.0], [3.0, -2.0]], dtype=torch.bfloat16)
+    names, features = text_features([first, other, again], table)
+    assert names == ["a", "b"]
+    assert features.tolist() == [[2.0, 0.0], [5.0, 0.0]]
+
+
+def test_members_are_measured_on_prompts_that_they_have_not_learned_from(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[set[str]] = []
+    gather = Portfolio.gather
+
+    def spying(self: Any, answers: Any, name: str) -> Any:
+        learned.append({answer.id for answer in answers})
+        return gather(self, answers, name)
+
+    monkeypatch.setattr(Portfolio, "gather", spying)
+    train(portfolio(), world, tmp_path / "portfolio")
+    everything = {a.id for a in Answers(world.answers).rows(split="drafter_train")}
+    kept = {name for name in everything if unseen(name, 0.3)}
+    first, last = learned[0] | learned[1], learned[2] | learned[3]
+    assert 0 < len(kept) < len(everything) / 2
+    assert first == everything - kept
+    assert last == everything
+    assert abs(sum(unseen(f"prompt {n}", 0.2) for n in range(2000)) - 400) < 80
+    with pytest.raises(ValueError, match=r"unseen_share=0\.01 of \d+ answers is none"):
+        train(portfolio(unseen_share=0.01), world, tmp_path / "none")
 
 
 def test_members_are_read_by_the_stages_that_read_drafters(world: World, tmp_path: Path) -> None:
@@ -163,4 +233,6 @@ def test_members_that_would_be_trained_otherwise_are_refused() -> None:
         portfolio().for_groups(groups)
     with pytest.raises(ValueError, match="num_rounds=0 must be at least 1"):
         portfolio(num_rounds=0)
+    with pytest.raises(ValueError, match=r"unseen_share=0 must lie between 0\.01 and 0\.9"):
+        portfolio(unseen_share=0)
     assert dataclasses.asdict(portfolio().of_round())["num_steps"] == 4
