@@ -10,6 +10,7 @@ it.
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from pipeline.files import write_json
 from pipeline.history import FILE as HISTORY
 from pipeline.launch import sole_writer
 from pipeline.lint_report import read_lint
-from pipeline.sharing import by_label, by_passes, expected_passes, summed, text_features, unseen
+from pipeline.sharing import by_label, by_passes, expected_passes, key, text_features, unseen
 from pipeline.stage import Need, Workspace
 from pipeline.train_drafter import start_drafter
 from pipeline.validation import read_metrics, validation_answers
@@ -151,8 +152,8 @@ class _Rounds:
     # ------------------------------------------------------------------------------- sharing out
 
     def _shares(self, folder: Path, number: int, before: Mapping[str, int]) -> dict[str, int]:
-        """Prompt -> member, of training and validation prompts; kept, so that a resumed run has
-        what it had.
+        """`key` of an answer -> member, in training and validation; kept, so that a resumed run
+        has what it had.
         """
         path = folder / SHARES
         missing = not path.exists()
@@ -164,15 +165,14 @@ class _Rounds:
                 write_json(path, shares)
             self.team.wait()
         shares = json.loads(path.read_text(encoding="utf-8"))
-        counts = np.bincount(
-            [shares[name] for name in {answer.id for answer in self.answers}],
-            minlength=len(self.members),
-        )
+        counts: dict[str, Counter[str]] = {name: Counter() for name in self.members}
+        for answer in self.answers:
+            counts[[*counts][shares[key(answer)]]][answer.domain] += 1
         moved = sum(before[name] != member for name, member in shares.items() if name in before)
         self.rounds.append(
             {
                 "round": number,
-                "prompts": dict(zip(self.members, counts.tolist(), strict=True)),
+                "answers": {name: dict(sorted(count.items())) for name, count in counts.items()},
                 "moved": moved,
             }
         )
@@ -183,26 +183,24 @@ class _Rounds:
         if number == 1:
             ids, domains = [a.id for a in answers], [a.domain for a in answers]
             wanted = [named.entry.domains for named in self.entries.values()]
-            return dict(zip(ids, by_label(ids, domains, wanted).tolist(), strict=True))
-        measured = self._measured()
-        seen, passes = summed([a.id for a in measured], self._passes(measured)[:, :, 1])
-        embedding = self.target.model.get_input_embeddings().weight
-        names, features = text_features(answers, embedding.detach())
-        places = {name: place for place, name in enumerate(names)}
-        expected = expected_passes(features, np.array([places[name] for name in seen]), passes)
-        smallest = int(self.settings.smallest_share * len(names) / len(self.members))
-        return dict(zip(names, by_passes(expected, smallest).tolist(), strict=True))
+            chosen = by_label(ids, domains, wanted)
+        else:
+            smallest = self.settings.smallest_share * len(answers) / len(self.members)
+            chosen = by_passes(self._expected(answers), int(smallest))
+        return dict(zip(map(key, answers), chosen.tolist(), strict=True))
 
-    def _measured(self) -> list[Answer]:
-        """Answers that no member has learned from yet."""
+    def _expected(self, answers: Sequence[Answer]) -> np.ndarray:  # [members, answers]
+        """Relative passes, learned from the answers that no member has learned from."""
         share = self.settings.unseen_share
-        found = [answer for answer in self.answers if unseen(answer.id, share)]
-        if not found:
+        rows = [place for place, a in enumerate(self.answers) if unseen(a.id, share)]
+        if not rows:
             raise ValueError(
                 f"stages.portfolio.unseen_share={share} of {len(self.answers)} answers is none; "
                 "raise it or give more prompts"
             )
-        return found
+        passes = self._passes([self.answers[row] for row in rows])[:, :, 1]
+        embedding = self.target.model.get_input_embeddings().weight.detach()
+        return expected_passes(text_features(answers, embedding), np.array(rows), passes)
 
     def _learned(self, number: int) -> list[Answer]:
         """The answers of a round: those that members are measured on come in the last."""
@@ -232,8 +230,8 @@ class _Rounds:
         drafter = self.members[name]
         if read_metrics(out) is None:
             settings = self.settings.of_round()
-            mine = [a for a in self._learned(number) if shares[a.id] == place]
-            judged = [answer for answer in self.validation if shares[answer.id] == place]
+            mine = [a for a in self._learned(number) if shares[key(a)] == place]
+            judged = [answer for answer in self.validation if shares[key(answer)] == place]
             out.mkdir(parents=True, exist_ok=True)
             Trainer(
                 settings,

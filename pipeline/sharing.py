@@ -23,23 +23,25 @@ def unseen(name: str, share: float) -> bool:
     return _number(UNSEEN + name) < share * 2**64
 
 
-def text_features(answers: Sequence[Answer], embedding: Tensor) -> tuple[list[str], np.ndarray]:
-    """Distinct prompts, and for each the mean of its tokens' rows of `embedding` [vocabulary, D].
+def key(answer: Answer) -> str:
+    """What is shared out: a prompt, answered under one law."""
+    return f"{answer.law}:{answer.id}"
 
-    Float64 [prompts, D]; the tokens are those of the prompt and of all its answers.
+
+def text_features(answers: Sequence[Answer], embedding: Tensor) -> np.ndarray:
+    """Float64 [answers, D + 1]: the mean of the tokens' rows of `embedding` [vocabulary, D], those
+    of the prompt and of the answer, and the temperature.
     """
-    ids = [answer.id for answer in answers]
-    sums = [embedding[a.token_ids.to(embedding.device)].float().sum(0) for a in answers]
-    counts = np.array([[len(answer.token_ids) for answer in answers]], dtype=np.float64)
-    names, total = summed(ids, torch.stack(sums).double().cpu().numpy().T)
-    return names, (total / summed(ids, counts)[1]).T
+    means = [embedding[a.token_ids.to(embedding.device)].float().mean(0) for a in answers]
+    temperatures = [[answer.sampling.temperature] for answer in answers]
+    return np.hstack([torch.stack(means).double().cpu().numpy(), np.array(temperatures)])
 
 
 def expected_passes(features: np.ndarray, rows: np.ndarray, passes: np.ndarray) -> np.ndarray:
-    """[members, prompts] relative passes that `features` [prompts, D] let one expect.
+    """[members, answers] relative passes that `features` [answers, D] let one expect.
 
-    Learned from `passes` [members, measured] of the prompts numbered `rows`, relative to the mean
-    member's on the same prompt (geometric), a prompt counting by its passes.
+    Learned from `passes` [members, measured] of the answers numbered `rows`, relative to the mean
+    member's on the same answer (geometric), an answer counting by its passes.
     """
     from sklearn.linear_model import RidgeCV
     from sklearn.pipeline import make_pipeline
@@ -68,32 +70,24 @@ def by_label(
 
 
 def by_passes(passes: np.ndarray, smallest: int) -> np.ndarray:
-    """[prompts] int: the member with the fewest of `passes` [members, prompts]; ties: the first.
+    """[answers] int: the member with the fewest of `passes` [members, answers]; ties: the first.
 
-    A member with fewer than `smallest` prompts is given those on which it loses the least, by the
+    A member with fewer than `smallest` answers is given those on which it loses the least, by the
     ratio of passes, from members that can spare them.
     """
     chosen = passes.argmin(axis=0)
     counts = np.bincount(chosen, minlength=len(passes))
     for member in np.argsort(counts, kind="stable"):
         loss = passes[member] / passes.min(axis=0)
-        for prompt in np.argsort(loss, kind="stable"):
+        for answer in np.argsort(loss, kind="stable"):
             if counts[member] >= smallest:
                 break
-            giver = chosen[prompt]
+            giver = chosen[answer]
             if giver != member and counts[giver] > smallest:
-                chosen[prompt] = member
+                chosen[answer] = member
                 counts[giver] -= 1
                 counts[member] += 1
     return chosen
-
-
-def summed(names: Sequence[str], values: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """Distinct names in their first order, and the sums of `values` [..., n] over equal ones."""
-    order = {name: place for place, name in enumerate(dict.fromkeys(names))}
-    sums = np.zeros((len(order), *values.shape[:-1]))
-    np.add.at(sums, [order[name] for name in names], np.moveaxis(values, -1, 0))
-    return list(order), np.moveaxis(sums, 0, -1)
 
 
 def _number(name: str) -> int:

@@ -37,7 +37,6 @@ from pipeline.sharing import (
     by_label,
     by_passes,
     expected_passes,
-    summed,
     text_features,
     unseen,
 )
@@ -100,12 +99,6 @@ def test_labels_decide_first_and_the_rest_is_dealt() -> None:
     )
 
 
-def test_answers_of_one_prompt_count_together() -> None:
-    names, sums = summed(["b", "a", "b"], np.array([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]]))
-    assert names == ["b", "a"]
-    assert sums.tolist() == [[5.0, 2.0], [2.0, 1.0]]
-
-
 def test_luck_does_not_move_a_prompt_but_its_kind_does() -> None:
     """Two kinds of text, each 3% cheaper for one member; one text's passes vary by 10%."""
     random = np.random.default_rng(0)
@@ -131,17 +124,18 @@ def test_expected_passes_are_relative_to_the_mean_member() -> None:
     np.testing.assert_allclose(expected, np.tile([[0.9**0.5], [0.9**-0.5]], 50), rtol=1e-9)
 
 
-def test_features_are_the_mean_row_of_all_tokens_of_a_prompt(world: World) -> None:
-    one, two = list(Answers(world.answers).rows(split="drafter_train"))[:2]
-    tokens = [torch.tensor(ids) for ids in ([1, 1, 2], [0], [2])]
-    first, other, again = (
-        dataclasses.replace(answer, id=name, token_ids=ids)
-        for answer, name, ids in zip((one, two, one), "aba", tokens, strict=True)
+def test_features_are_the_mean_row_of_all_tokens_and_the_temperature(world: World) -> None:
+    one = next(Answers(world.answers).rows(split="drafter_train"))
+    hot = dataclasses.replace(one.sampling, temperature=0.8)
+    first = dataclasses.replace(one, token_ids=torch.tensor([1, 1, 2]), sampling=hot)
+    second = dataclasses.replace(
+        one,
+        token_ids=torch.tensor([0, 2]),
+        sampling=dataclasses.replace(hot, temperature=0.0),
     )
-    table = torch.tensor([[5.0, 0.0], [1.0, 2.0], [3.0, -2.0]], dtype=torch.bfloat16)
-    names, features = text_features([first, other, again], table)
-    assert names == ["a", "b"]
-    assert features.tolist() == [[2.0, 0.0], [5.0, 0.0]]
+    table = torch.tensor([[5.0, 0.0], [1.5, 2.0], [3.0, -1.0]], dtype=torch.bfloat16)
+    features = text_features([first, second], table)
+    assert features.tolist() == [[2.0, 1.0, 0.8], [4.0, -0.5, 0.0]]
 
 
 def test_members_are_measured_on_prompts_that_they_have_not_learned_from(
@@ -170,8 +164,10 @@ def test_members_are_measured_on_prompts_that_they_have_not_learned_from(
 def test_members_are_read_by_the_stages_that_read_drafters(world: World, tmp_path: Path) -> None:
     metrics = train(portfolio(), world, tmp_path / "portfolio")
     rounds = json.loads((tmp_path / "portfolio" / "rounds.json").read_text())["rounds"]
-    assert [sum(one["prompts"].values()) for one in rounds] == [16, 16]  # each prompt once
-    assert min(rounds[1]["prompts"].values()) >= 4
+    counts = [{name: sum(of.values()) for name, of in one["answers"].items()} for one in rounds]
+    assert [sum(count.values()) for count in counts] == [16, 16]  # each answer once
+    assert rounds[0]["answers"] == {"left": {"code": 8}, "right": {"chat": 8}}
+    assert min(counts[1].values()) >= 4
     need = trained_need(pool(), "left")
     assert need.stage == "member"
     rates = [line["learning_rate"] for line in history_of(tmp_path / "portfolio" / "left")]
