@@ -1,0 +1,146 @@
+"""What low-rank specialists cost on one base drafter, decoding on its tensors or merged.
+
+    python -m pipeline.bench_adapters TARGET DRAFTER --ranks 4 16 64
+
+Seconds do not depend on what an adapter has learned, so these are random. A draft token's time is
+the slope between a short and a long draft; memory is what comes on top of what is there already.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from decode.clock import SystemClock
+from decode.cost_measurement import measure_costs
+from decode.resolve import resolve_drafter, resolve_target
+from drafters.base import BuildContext, target_parts
+from drafters.lm import LmDrafter
+from drafters.lora import ALL_LINEAR, LoraConfig, LoraDrafter
+from pipeline.files import write_json
+from pipeline.manifest import git_state, package_versions
+from pipeline.progress import WIDE
+from pipeline.runtime import hardware
+
+BASE = "base"
+DRAFT_LENGTHS = (1, 9)
+CONTEXT_TOKENS = 128
+
+
+def adapter_costs(
+    target: Any,  # what SpeculativeDecoder takes: a folder or a name
+    drafter: Any,
+    *,
+    ranks: Sequence[int],
+    modules: Sequence[str],
+    repeats: int,
+    dtype: str | None = None,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """One row the base, and two a rank: milliseconds a draft token and megabytes of its own."""
+    target = resolve_target(target, tokenizer=None, device=device, dtype=dtype)
+    base = resolve_drafter(drafter, target)
+    if not isinstance(base, LmDrafter):
+        raise ValueError(f"{type(base).__name__} has no layers to adapt; give an lm drafter")
+    drafters: dict[str, LmDrafter | LoraDrafter] = {BASE: base}
+    for rank in ranks:
+        for merged in (False, True):
+            name = f"rank {rank}, {'merged' if merged else 'on the base'}"
+            drafters[name] = adapted(base, target, rank, modules, merged)
+    costs = measure_costs(
+        target,
+        drafters,
+        SystemClock(),
+        widths=[1],
+        draft_lengths=DRAFT_LENGTHS,
+        context_tokens=CONTEXT_TOKENS,
+        repeats=repeats,
+    )
+    low, high = DRAFT_LENGTHS
+    seconds = {
+        name: (table[high] - table[low]) / (high - low)
+        for name, table in costs.draft_seconds.items()
+    }
+    return {
+        "hardware": hardware(),
+        "dtype": str(next(target.model.parameters()).dtype).removeprefix("torch."),
+        "modules": list(modules),
+        "rows": [
+            {
+                "drafter": name,
+                "ms_per_draft_token": 1e3 * seconds[name],
+                "ratio": seconds[name] / seconds[BASE],
+                "megabytes": drafters[name].memory_bytes / 1e6,
+            }
+            for name in drafters
+        ],
+        "packages": package_versions(),
+        **git_state(),
+    }
+
+
+def adapted(
+    base: LmDrafter, target: Any, rank: int, modules: Sequence[str], merged: bool
+) -> LoraDrafter:
+    """The base with adapters that are random in A and in B."""
+    config = LoraConfig(
+        base=BASE,
+        rank=rank,
+        alpha=2.0 * rank,
+        target_modules=list(modules),
+        train_head=False,
+        merged=merged,
+        init_seed=0,
+    )
+    made = config.build(BuildContext(target_parts(target), weights=None, parts={BASE: base}))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in made.adapted.own_tensors().values():
+            tensor.copy_(0.01 * torch.randn(tensor.shape, generator=generator))
+    if merged:
+        made.merge()
+    return made
+
+
+def table(results: dict[str, Any]) -> Table:
+    made = Table(title=f"adapters on one drafter, {results['dtype']}")
+    for name in ("drafter", "ms a draft token", "against the base", "MB of its own"):
+        made.add_column(name, justify="left" if name == "drafter" else "right")
+    for row in results["rows"]:
+        made.add_row(
+            row["drafter"],
+            f"{row['ms_per_draft_token']:.2f}",
+            f"{row['ratio']:.2f}x",
+            f"{row['megabytes']:.2f}",
+        )
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", help="folder or name of a causal LM")
+    parser.add_argument("drafter", help="an lm drafter's folder")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--modules", nargs="+", default=[ALL_LINEAR], help="as q_proj v_proj")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")
+    given = vars(parser.parse_args(arguments))
+    out = given.pop("out")
+    results = adapter_costs(given.pop("target"), given.pop("drafter"), **given)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, results)
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDE)).print(table(results))
+
+
+if __name__ == "__main__":
+    main()
