@@ -47,9 +47,10 @@ class Finetune(TrainDrafter):
     def rows(self, workspace: Workspace, target: TransformersTarget) -> Iterable[AnswerLike]:
         if self.text == "answers":
             return super().rows(workspace, target)
-        domains = workspace.groups["entry"].entry.domains
         prompts = load_prompts(workspace.inputs["prompts"])["drafter_train"]
-        chosen = [row for row in prompts if not domains or row["domain"] in domains]
+        named = [(row["id"], row["domain"]) for row in prompts]
+        wanted = self.chosen(workspace.groups["entry"].entry, named)
+        chosen = [row for row, name in zip(prompts, named, strict=True) if wanted(*name)]
         if not any(row["response"] for row in chosen):
             raise ValueError(
                 "text=dataset needs responses, and none of these prompts has one; "

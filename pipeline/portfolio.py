@@ -29,6 +29,7 @@ from pipeline.lint_report import read_lint
 from pipeline.sharing import by_label, by_passes, expected_passes, key, text_features, unseen
 from pipeline.stage import Need, Workspace
 from pipeline.train_drafter import start_drafter
+from pipeline.training_data import rehearsal
 from pipeline.validation import read_metrics, validation_answers
 
 ROUNDS = "rounds.json"  # written last: all is done
@@ -230,7 +231,7 @@ class _Rounds:
         drafter = self.members[name]
         if read_metrics(out) is None:
             settings = self.settings.of_round()
-            mine = [a for a in self._learned(number) if shares[key(a)] == place]
+            mine = self._mine(self._learned(number), shares, place)
             judged = [answer for answer in self.validation if shares[key(answer)] == place]
             out.mkdir(parents=True, exist_ok=True)
             Trainer(
@@ -248,6 +249,14 @@ class _Rounds:
             self.team.wait()
         drafter.load(out)
         drafter.prepare_training()
+
+    def _mine(
+        self, answers: Sequence[Answer], shares: Mapping[str, int], place: int
+    ) -> list[Answer]:
+        """A member's share, and what it rehearses of the others'."""
+        own = [shares[key(answer)] == place for answer in answers]
+        rehearsed = rehearsal(sum(own), len(own) - sum(own), self.settings.rehearsal_share)
+        return [a for a, mine in zip(answers, own, strict=True) if mine or rehearsed(a.id)]
 
     def _metrics(self, passes: np.ndarray) -> dict[str, Any]:
         """acceptance_length of validation: each member's, and that of the best for each answer."""

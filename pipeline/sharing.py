@@ -5,7 +5,6 @@ flatters it. So drafters are measured on prompts that none of them has seen, and
 by is what a ridge regression on the prompts' tokens makes of that.
 """
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.answers import Answer
+from pipeline.training_data import lot
 
 RIDGES = 10.0 ** np.arange(-1, 6)  # factors of the penalty, chosen by leaving prompts out
 UNSEEN = "unseen:"  # what is hashed for it differs from what is hashed for anything else
@@ -20,7 +20,7 @@ UNSEEN = "unseen:"  # what is hashed for it differs from what is hashed for anyt
 
 def unseen(name: str, share: float) -> bool:
     """Whether this prompt is kept from the members until the last round."""
-    return _number(UNSEEN + name) < share * 2**64
+    return lot(UNSEEN + name) < share
 
 
 def key(answer: Answer) -> str:
@@ -65,7 +65,7 @@ def by_label(
     chosen = np.empty(len(ids), dtype=np.int64)
     for place, (name, domain) in enumerate(zip(ids, domains, strict=True)):
         takers = [m for m in everyone if not wanted[m] or domain in wanted[m]] or everyone
-        chosen[place] = takers[_number(name) % len(takers)]
+        chosen[place] = takers[int(lot(name) * len(takers))]
     return chosen
 
 
@@ -88,8 +88,3 @@ def by_passes(passes: np.ndarray, smallest: int) -> np.ndarray:
                 counts[giver] -= 1
                 counts[member] += 1
     return chosen
-
-
-def _number(name: str) -> int:
-    """The same on every machine, and like a random one."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")

@@ -1,8 +1,10 @@
 """The one trainer, as a stage: finetune and distill say what is learned, and share all of this."""
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -16,13 +18,13 @@ from drafters.training import AnswerLike, Batch
 from drafters.vocabulary import choose_draft_ids, count_tokens, special_ids
 from pipeline.answers import Answers
 from pipeline.build import NamedEntry, build_drafters, fast_dtype, load_target, parent_need
-from pipeline.config import Pool, changed
+from pipeline.config import Pool, PoolEntry, changed
 from pipeline.launch import launch, sole_writer
 from pipeline.lint import Linter
 from pipeline.lint_report import read_lint
 from pipeline.runtime import Runtime
 from pipeline.stage import Need, Stage, Workspace
-from pipeline.training_data import Rows
+from pipeline.training_data import Rows, rehearsal
 from pipeline.validation import read_metrics, validation_answers
 
 PRECISIONS = ("auto", "float32", "bfloat16")
@@ -55,6 +57,7 @@ class TrainDrafter(Stage):
     chunk_tokens: int  # tokens whose logits exist at once
     max_tokens: int  # a row is cut after so many, prompt included
     drop_loops: bool  # answers that end in a loop are left out
+    rehearsal_share: float  # of what a specialist learns from, of other domains, against forgetting
     checkpoint_every: int  # steps
     validate_every: int  # steps
     validation_prompts: int  # of each domain
@@ -74,6 +77,10 @@ class TrainDrafter(Stage):
             raise ValueError(
                 f"learning_rate={self.learning_rate} must be positive and "
                 f"warmup_share={self.warmup_share} lie between 0 and 1"
+            )
+        if not 0 <= self.rehearsal_share < 1:
+            raise ValueError(
+                f"rehearsal_share={self.rehearsal_share} must be at least 0 and below 1"
             )
         for name in COUNTS:
             if getattr(self, name) < 1:
@@ -153,12 +160,27 @@ class TrainDrafter(Stage):
         raise AssertionError(f"{type(self).__name__} is never on-policy")
 
     def rows(self, workspace: Workspace, target: TransformersTarget) -> Iterable[AnswerLike]:
-        """What to learn from: the target's answers to training prompts of the entry's domains."""
-        domains = workspace.groups["entry"].entry.domains
-        answers = Answers(workspace.inputs["answers"]).rows(
-            split="drafter_train", with_teacher=self.learns_from_record
-        )
-        return (answer for answer in answers if not domains or answer.domain in domains)
+        """What to learn from: the target's answers to training prompts of the entry's domains, and
+        those of others that are rehearsed.
+        """
+        read = partial(Answers(workspace.inputs["answers"]).rows, split="drafter_train")
+        named = ((answer.id, answer.domain) for answer in read(with_teacher=False))
+        wanted = self.chosen(workspace.groups["entry"].entry, named)
+        answers = read(with_teacher=self.learns_from_record)
+        return (answer for answer in answers if wanted(answer.id, answer.domain))
+
+    def chosen(
+        self, entry: PoolEntry, named: Iterable[tuple[str, str]]
+    ) -> Callable[[str, str], bool]:
+        """Which rows, by id and domain, the entry learns from; `named` are all that there are."""
+        own = frozenset(entry.domains)
+        if not own:
+            return lambda name, domain: True
+        if not self.rehearsal_share:
+            return lambda name, domain: domain in own
+        counts = Counter(domain in own for _, domain in named)
+        rehearsed = rehearsal(counts[True], counts[False], self.rehearsal_share)
+        return lambda name, domain: domain in own or rehearsed(name)
 
     def teach(self, target: TransformersTarget, batch: Batch) -> Batch:
         """The batch with the law to learn; as it was recorded unless a subclass asks the target."""

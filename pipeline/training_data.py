@@ -1,5 +1,6 @@
 """What a drafter is trained on, and the batch of every step as a function of (seed, step)."""
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,6 +48,20 @@ def from_responses(
             after = tokenizer(prompt["response"], add_special_tokens=False).input_ids
             tokens = torch.tensor([*before, *after, *([] if eos is None else [eos])])
             yield TextExample(tokens, len(before), Sampling())
+
+
+def lot(name: str) -> float:
+    """A number in [0, 1), like a random one, and the same on every machine."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+
+
+def rehearsal(num_own: int, num_others: int, share: float) -> Callable[[str], bool]:
+    """Which prompts of others to take, by id, so that they are `share` of all that is taken.
+
+    Where there are fewer, all of them.
+    """
+    wanted = share / (1 - share) * num_own
+    return lambda name: lot(f"rehearsal:{name}") * num_others < wanted
 
 
 class Rows(Sequence[TextExample]):

@@ -113,7 +113,7 @@ def test_a_stage_asks_for_answers_and_parent() -> None:
     }
     settings |= {"position_weights": "uniform", "half_life": 1.0, "lk_eta": 1.0}
     settings |= dict.fromkeys(("onpolicy_from", "onpolicy_share", "onpolicy_temperature"), 0.0)
-    stage = Distill(**settings, onpolicy_tokens=1, drop_loops=False)
+    stage = Distill(**settings, onpolicy_tokens=1, drop_loops=False, rehearsal_share=0.0)
     groups = {"pool": pool(), "entry": select_entry(pool(), "code", "finetune")}
     assert {k: n.stage for k, n in stage.needs(groups).items()} == {
         "answers": "regenerate",

@@ -157,6 +157,11 @@ def test_members_are_measured_on_prompts_that_they_have_not_learned_from(
     assert first == everything - kept
     assert last == everything
     assert abs(sum(unseen(f"prompt {n}", 0.2) for n in range(2000)) - 400) < 80
+    learned.clear()
+    train(portfolio(rehearsal_share=0.4, num_rounds=1), world, tmp_path / "rehearsing")
+    code, chat = learned
+    assert len(code) > 8 < len(chat)  # its own eight, and some of the other's
+    assert code | chat == everything != code & chat
     with pytest.raises(ValueError, match=r"unseen_share=0\.01 of \d+ answers is none"):
         train(portfolio(unseen_share=0.01), world, tmp_path / "none")
 

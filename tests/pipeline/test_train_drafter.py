@@ -32,7 +32,7 @@ from pipeline.checkpoints import delete_checkpoints
 from pipeline.config import Pool, PoolEntry
 from pipeline.distill import Distill
 from pipeline.finetune import Finetune
-from pipeline.training_data import BatchOrder, Rows
+from pipeline.training_data import BatchOrder, Rows, rehearsal
 from pipeline.validation import acceptance_length, difference_interval
 
 CUT = LmConfig(source=None, layers=[0, -1], num_draft_vocab=60, train_head=True, dtype="float32")
@@ -53,6 +53,7 @@ COMMON: dict[str, Any] = {
     "chunk_tokens": 16,
     "max_tokens": 40,
     "drop_loops": False,
+    "rehearsal_share": 0.0,
     "checkpoint_every": 2,
     "validate_every": 3,
     "validation_prompts": 2,
@@ -313,6 +314,33 @@ def test_the_target_in_the_loop_teaches_what_was_recorded(world: World, tmp_path
     for recorded, model in pairs:
         assert recorded["loss"] == pytest.approx(model["loss"], abs=1e-4)
         assert recorded["grad_norm"] == pytest.approx(model["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("stage", "text"), [("distill", ""), ("finetune", "dataset")])
+def test_a_specialist_rehearses_the_others_prompts(world: World, stage: str, text: str) -> None:
+    """A quarter beside eight prompts of its own; none for who wants all, or rehearses none."""
+    inputs = {"answers": world.answers, "prompts": world.prompts}
+
+    def learned(*domains: str, share: float) -> list[Any]:
+        made = distill(rehearsal_share=share) if stage == "distill" else None
+        made = made or finetune(text=text, rehearsal_share=share)
+        groups = {"target": tiny_config(world.target), "entry": entry(domains)}
+        space = workspace(groups, inputs, world.answers.parent / "unused")
+        return list(made.rows(space, load_target(groups["target"], VIRTUAL)))
+
+    everything = learned(share=0.25)
+    own = learned("code", share=0.0)
+    assert 0 < len(own) < len(everything)
+    assert len(learned(share=0.9)) == len(everything)
+    assert len(own) < len(learned("code", share=0.25)) < len(everything)
+    assert len(learned("code", share=0.75)) == len(everything)  # more than there are
+
+
+def test_rehearsed_prompts_are_the_share_that_was_asked_for() -> None:
+    chosen = rehearsal(3000, 9000, 0.25)
+    assert sum(chosen(f"prompt {n}") for n in range(9000)) == pytest.approx(1000, rel=0.1)
+    assert not any(map(rehearsal(3000, 9000, 0.0), map(str, range(100))))
+    assert all(map(rehearsal(10, 2, 0.5), map(str, range(2))))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
