@@ -49,19 +49,13 @@ class Architecture:
 def read_architecture(config: Any, model_class: str) -> Architecture:
     """The architecture of a causal LM of this class; UnsupportedModelError where there is none."""
     if model_class not in FAMILY:
-        raise UnsupportedModelError(
-            f"{model_class} is none of {', '.join(FAMILY)}; use backend=transformers"
-        )
+        raise UnsupportedModelError(f"{model_class} is none of {', '.join(FAMILY)}")
     if config.hidden_act != "silu":
-        raise UnsupportedModelError(
-            f"hidden_act={config.hidden_act} is not silu; use backend=transformers"
-        )
+        raise UnsupportedModelError(f"hidden_act={config.hidden_act} is not silu")
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_KINDS:
-        raise UnsupportedModelError(
-            f"rope_type={kind} is none of {', '.join(ROPE_KINDS)}; use backend=transformers"
-        )
+        raise UnsupportedModelError(f"rope_type={kind} is none of {', '.join(ROPE_KINDS)}")
     heads = config.num_attention_heads
     return Architecture(
         hidden_size=config.hidden_size,
@@ -84,7 +78,5 @@ def _windows(config: Any, model_class: str) -> tuple[int | None, ...]:
     if kinds is None or not FAMILY[model_class].startswith("Qwen"):
         return (window,) * config.num_hidden_layers
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModelError(
-            f"layer_types holds {', '.join(sorted(unknown))}; use backend=transformers"
-        )
+        raise UnsupportedModelError(f"layer_types holds {', '.join(sorted(unknown))}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -6,6 +6,7 @@ from torch import Tensor
 from decode.native.architecture import Architecture
 
 FIRST_CAPACITY = 256  # tokens
+BLOCK = 64  # capacities are multiples of it, so that keys may be read past a row's end
 
 
 class CacheRow:
@@ -14,7 +15,7 @@ class CacheRow:
     def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device):
         self.length = 0
         self._architecture = architecture
-        self._store(self._new(min(FIRST_CAPACITY, architecture.max_context), dtype, device))
+        self._store(self._new(FIRST_CAPACITY, dtype, device))
 
     @property
     def capacity(self) -> int:
@@ -38,7 +39,7 @@ class CacheRow:
             )
         if needed > self.capacity:
             old = self._storage
-            new = self._new(min(limit, max(needed, 2 * self.capacity)), old.dtype, old.device)
+            new = self._new(max(needed, 2 * self.capacity), old.dtype, old.device)
             new[:, : self.length] = old[:, : self.length]
             self._store(new)
 
@@ -46,14 +47,16 @@ class CacheRow:
         """Keep what a layer made of the W tokens after `length`."""
         self._layers[layer][self.length : self.length + len(keys_values)] = keys_values
 
-    def read(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [kv heads, 1, end - first, head_dim] of these positions."""
-        return self._keys[layer][:, :, first:end], self._values[layer][:, :, first:end]
+    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [kv heads, 1, end, head_dim] of the first positions."""
+        return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
 
     def _new(self, capacity: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros, since what is masked is multiplied by zero all the same."""
         a = self._architecture
+        capacity = -(-min(capacity, a.max_context) // BLOCK) * BLOCK
         shape = (a.num_layers, capacity, 2 * a.num_kv_heads, a.head_dim)
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def _store(self, storage: Tensor) -> None:
         kv = self._architecture.num_kv_heads

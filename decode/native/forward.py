@@ -51,9 +51,9 @@ class Forward:
         num_tokens = len(flat)
         if self.pinned and num_tokens < FEWEST_ROWS:
             flat, places = flat * FEWEST_ROWS, places * FEWEST_ROWS
-        dtype = self.weights.embedding.dtype
         attentions = [
-            RowAttention(row, width, a, dtype) for row, width in zip(rows, widths, strict=True)
+            RowAttention(row, width, a, self.weights.embedding, self.pinned)
+            for row, width in zip(rows, widths, strict=True)
         ]
         ends = list(accumulate(widths))
         spans = [(end - width, end) for end, width in zip(ends, widths, strict=True)]

@@ -21,6 +21,8 @@ BLOCKED_DTYPES = (torch.float32, torch.bfloat16)
 class Product(Protocol):
     """y = x W^T + b, and the same with what comes after it."""
 
+    weight: Tensor
+
     def __call__(self, x: Tensor) -> Tensor:  # [N, in] -> [N, out]
         """y."""
 

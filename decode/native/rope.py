@@ -15,13 +15,14 @@ from decode.native.architecture import UnsupportedModelError
 class RopeTable:
     """(cos, signed sin) of positions 0, 1, ...; grows by doubling."""
 
-    def __init__(self, rotary: Any, head_dim: int, dtype: torch.dtype, num_positions: int) -> None:
+    def __init__(
+        self, rotary: Any, head_dim: int, dtype: torch.dtype, num_positions: int = 256
+    ) -> None:
         # What the first positions turn by; a dynamic kind may have moved its other copy since.
         frequencies = getattr(rotary, "original_inv_freq", rotary.inv_freq)
         if 2 * frequencies.numel() != head_dim:
             raise UnsupportedModelError(
-                f"RoPE turns {2 * frequencies.numel()} of {head_dim} values of a head; "
-                "use backend=transformers"
+                f"RoPE turns {2 * frequencies.numel()} of {head_dim} values of a head"
             )
         self._frequencies = frequencies.detach().float().clone()  # [head_dim / 2]
         self._scaling = float(rotary.attention_scaling)

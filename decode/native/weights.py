@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.native.architecture import Architecture, UnsupportedModelError
+from decode.native.architecture import UnsupportedModelError
 from decode.native.products import Blocked, Product, Stacked
 
 LAYOUTS = ("stacked", "blocked")
@@ -54,8 +54,15 @@ class Weights:
         for product in self.products():
             product.restore()
 
+    def num_bytes(self, model: Any) -> int:
+        """Of the products' weights and of what the model holds beside them."""
+        held = [product.weight for product in self.products()]
+        held += [p.detach() for p in model.parameters() if not p.is_meta]
+        storages = {_storage_key(tensor): tensor for tensor in held}
+        return sum(_storage_bytes(tensor) for tensor in storages.values())
 
-def take_weights(model: Any, architecture: Architecture, layout: str) -> Weights:
+
+def take_weights(model: Any, layout: str) -> Weights:
     """Lay out a model's weights. "stacked" leaves the model whole; "blocked" empties its linear
     modules, but for a head that is the embedding too and so is there twice.
     """
@@ -84,9 +91,7 @@ def check_modules(model: Any) -> None:
     devices = {(p.device, p.dtype) for p in model.parameters()}
     if odd or len(devices) > 1:
         what = f"modules of class {', '.join(sorted(odd))}" if odd else "several devices or dtypes"
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {what}, not plain matrices; use backend=transformers"
-        )
+        raise UnsupportedModelError(f"{type(model).__name__} has {what}, not plain matrices")
 
 
 @torch.no_grad()
@@ -105,3 +110,15 @@ def _take_layer(layer: Any, make: Callable[..., Product]) -> Layer:
         up=make([mlp.up_proj]),
         down=make([mlp.down_proj]),
     )
+
+
+def _storage_key(tensor: Tensor) -> int:
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage().data_ptr()
+    return id(tensor)
+
+
+def _storage_bytes(tensor: Tensor) -> int:
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage().nbytes()
+    return tensor.numel() * tensor.element_size()

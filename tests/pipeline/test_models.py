@@ -58,7 +58,8 @@ def tiny_folder(folder: Path, fill: int = 1) -> Path:
 
 def target(name: str, **changes: object) -> TargetConfig:
     values = {"revision": None, "wheel": None, "wheel_sha256": None, "dtype": "float32"}
-    return TargetConfig(name_or_path=name, **{**values, "trust_remote_code": False, **changes})
+    values |= {"trust_remote_code": False, "backend": "transformers", "exactness": "law"}
+    return TargetConfig(name_or_path=name, **{**values, **changes})
 
 
 @cache
