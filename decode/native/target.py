@@ -131,7 +131,8 @@ class NativeTarget:
         dtype, a = self.dtype, self.architecture
         rope = RopeTable(model.model.rotary_emb, a.head_dim, dtype)
         blocked = take and blocked_is_possible(self._device, dtype)
-        weights = take_weights(model, "blocked" if blocked else "stacked")
+        self.layout = "blocked" if blocked else "stacked"
+        weights = take_weights(model, self.layout)
         return Forward(a, weights, rope, pinned=self.exactness == "bitwise")
 
     def _check(self) -> str | None:
