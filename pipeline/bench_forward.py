@@ -10,6 +10,8 @@ its EOS or after --max-new-tokens, and no way may write another number of tokens
 """
 
 import argparse
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from rich.table import Table
 from decode import SpeculativeDecoder
 from decode.clock import Clock, SystemClock
 from decode.resolve import resolve_target
+from decode.results import ratio
 from pipeline.chat import prompt_ids
 from pipeline.files import write_json
 from pipeline.headline import finite
@@ -50,7 +53,8 @@ class Text:
 
     @property
     def rate(self) -> float:
-        return (len(self.token_ids) - 1) / self.seconds
+        """Tokens a second; NaN for a text that ended with its first token."""
+        return ratio(len(self.token_ids) - 1, self.seconds)
 
 
 Way = Callable[[list[int], int], Text]
@@ -113,7 +117,10 @@ def compare(
         targets[f"native, {kind}"] = _load(name, dtype, device, "native", kind)
     ways = {REFERENCE: generate_way(targets["transformers"], clock)}
     ways |= {kind: decoder_way(target, clock) for kind, target in targets.items()}
-    rows = [{"text": text, "messages_json": ""} for text in QUESTIONS]
+    rows = [
+        {"text": text, "messages_json": json.dumps([{"role": "user", "content": text}])}
+        for text in QUESTIONS
+    ]
     prompts = [prompt_ids(targets["transformers"].tokenizer, row) for row in rows]
     with progress("forward: texts", rounds * len(ways), "texts") as meter:
         texts = write_in_turn(ways, prompts, rounds, max_new_tokens, meter.advance)
@@ -197,7 +204,7 @@ def told_texts(texts: Mapping[str, list[Text]]) -> dict[str, Any]:
     first = texts[REFERENCE]
     return {
         name: {
-            "tokens_per_second": float(np.median([text.rate for text in ours])),
+            "tokens_per_second": float(np.nanmedian([text.rate for text in ours])),
             "over_generate": median_ratio(
                 [text.rate for text in ours], [text.rate for text in first]
             ).plain(),
@@ -229,6 +236,9 @@ def told_passes(passes: Mapping[str, Mapping[int, list[float]]]) -> dict[str, An
 def median_ratio(ours: Sequence[float], base: Sequence[float]) -> Interval:
     """The median of ratios within a round, rounds resampled for the interval."""
     ratios = np.asarray(ours) / np.asarray(base)
+    ratios = ratios[np.isfinite(ratios)]
+    if len(ratios) == 0:
+        return Interval(math.nan, math.nan, math.nan, 0)
     draws = np.random.default_rng(0).integers(0, len(ratios), (NUM_RESAMPLES, len(ratios)))
     tail = 100 * (1 - LEVEL) / 2
     low, high = np.percentile(np.median(ratios[draws], axis=1), [tail, 100 - tail])

@@ -4,6 +4,7 @@ from pass to pass; a native way that is transformers under another name.
 """
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,10 @@ def test_rates_leave_the_first_token_out_and_ratios_stay_within_a_round() -> Non
     found = median_ratio([2 * rate for rate in slow_then_fast], slow_then_fast)
     assert (found.value, found.low, found.high, found.num) == (2.0, 2.0, 2.0, 3)
     assert median_ratio([3.0, 1.0, 2.0], [1.0, 1.0, 1.0]).value == pytest.approx(2.0)
+
+
+def test_a_text_that_ends_at_once_has_no_rate() -> None:
+    rates = [Text([5], 0.0).rate, Text([5, 6], 0.5).rate]
+    assert math.isnan(rates[0])
+    assert median_ratio(rates, [1.0, 1.0]).num == 1
+    assert median_ratio(rates[:1], [1.0]).num == 0
