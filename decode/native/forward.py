@@ -21,6 +21,50 @@ from decode.native.weights import Layer, Weights
 FEWEST_ROWS = 2
 
 
+class Pass:
+    """What one pass reads: every row's new tokens behind one another, and where each row's lie."""
+
+    def __init__(
+        self,
+        rows: Sequence[CacheRow],
+        token_ids: Sequence[Sequence[int]],
+        architecture: Architecture,
+        like: Tensor,
+        pinned: bool,
+    ) -> None:
+        widths = [len(ids) for ids in token_ids]
+        ends = list(accumulate(widths))
+        pairs = list(zip(rows, widths, strict=True))
+        for row, width in pairs:
+            row.reserve(width)
+        self.num_tokens = ends[-1]
+        self.num_positions = max(row.length + width for row, width in pairs)
+        token_list = [token for ids in token_ids for token in ids]
+        places = [row.length + i for row, width in pairs for i in range(width)]
+        self.is_doubled = pinned and self.num_tokens < FEWEST_ROWS
+        if self.is_doubled:
+            token_list, places = token_list * FEWEST_ROWS, places * FEWEST_ROWS
+        self.token_ids = torch.tensor(token_list, device=like.device)
+        self.positions = torch.tensor(places, device=like.device)
+        self._pairs = pairs
+        self._spans = [
+            (RowAttention(row, width, architecture, like, pinned), slice(end - width, end))
+            for (row, width), end in zip(pairs, ends, strict=True)
+        ]
+
+    def attend(self, layer: int, heads: Tensor) -> Tensor:  # [N, query heads * head_dim]
+        """Every row over its own cache, which takes in its new keys and values."""
+        parts = [attention(layer, heads[span]) for attention, span in self._spans]
+        if self.is_doubled:
+            parts *= FEWEST_ROWS
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def finish(self) -> None:
+        """The rows have read their tokens."""
+        for row, width in self._pairs:
+            row.length += width
+
+
 class Forward:
     """Weights and tables; holds no row.
 
@@ -39,43 +83,20 @@ class Forward:
         self, rows: Sequence[CacheRow], token_ids: Sequence[Sequence[int]], with_logits: bool
     ) -> Tensor | None:  # [N, V], rows one after the other
         """Read each row's tokens into its cache; their raw logits, where they are asked for."""
-        a, device = self.architecture, self.weights.embedding.device
-        widths = [len(ids) for ids in token_ids]
-        for row, width in zip(rows, widths, strict=True):
-            row.reserve(width)
-        self.rope.reach(max(row.length + width for row, width in zip(rows, widths, strict=True)))
-        flat = [token for ids in token_ids for token in ids]
-        places = [
-            row.length + i for row, width in zip(rows, widths, strict=True) for i in range(width)
-        ]
-        num_tokens = len(flat)
-        if self.pinned and num_tokens < FEWEST_ROWS:
-            flat, places = flat * FEWEST_ROWS, places * FEWEST_ROWS
-        attentions = [
-            RowAttention(row, width, a, self.weights.embedding, self.pinned)
-            for row, width in zip(rows, widths, strict=True)
-        ]
-        ends = list(accumulate(widths))
-        spans = [(end - width, end) for end, width in zip(ends, widths, strict=True)]
-        cos, sin = self.rope.at(torch.tensor(places, device=device))
-        x = F.embedding(torch.tensor(flat, device=device), self.weights.embedding)
+        embedding, last = self.weights.embedding, self.architecture.num_layers - 1
+        under_way = Pass(rows, token_ids, self.architecture, embedding, self.pinned)
+        self.rope.reach(under_way.num_positions)
+        cos, sin = self.rope.at(under_way.positions)
+        x = F.embedding(under_way.token_ids, embedding)
         for number, layer in enumerate(self.weights.layers):
-            heads = self._heads(layer, x, cos, sin)
-            parts = [
-                attend(number, heads[start:end])
-                for attend, (start, end) in zip(attentions, spans, strict=True)
-            ]
-            if not with_logits and number == a.num_layers - 1:
-                break
-            if len(flat) > num_tokens:
-                parts.append(parts[0])
-            seen = parts[0] if len(parts) == 1 else torch.cat(parts)
+            seen = under_way.attend(number, self._heads(layer, x, cos, sin))
+            if number == last and not with_logits:
+                break  # its keys and values are kept, and nobody asks what follows
             x = self._mix(layer, layer.output.plus(seen, x))
-        for row, width in zip(rows, widths, strict=True):
-            row.length += width
+        under_way.finish()
         if not with_logits:
             return None
-        return self.weights.head(self._norm(x, self.weights.norm))[:num_tokens]
+        return self.weights.head(self._norm(x, self.weights.norm))[: under_way.num_tokens]
 
     def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[N, query, key and value heads, head_dim], queries and keys turned to their places."""

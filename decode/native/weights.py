@@ -51,8 +51,9 @@ class Weights:
 
     def restore(self) -> None:
         """See to it that the model they were taken from is whole."""
-        for product in self.products():
-            product.restore()
+        with torch.inference_mode(False):  # it may be trained, whoever asks for it first
+            for product in self.products():
+                product.restore()
 
     def num_bytes(self, model: Any) -> int:
         """Of the products' weights and of what the model holds beside them."""

@@ -94,7 +94,9 @@ def test_taken_weights_are_held_once_and_come_back_bit_for_bit(
     assert ours.weight_bytes == num_bytes + head  # a tied head lies there in both layouts
     assert model.model.layers[0].self_attn.q_proj.weight.is_meta
     found = logits(ours, ids(30), 3)
-    whole = ours.model
+    with torch.inference_mode():
+        whole = ours.model
+    assert not any(p.is_inference() or not p.requires_grad for p in whole.parameters())
     for key, tensor in before.state_dict().items():
         assert torch.equal(whole.state_dict()[key], tensor), key
     assert ours.model is whole
