@@ -33,6 +33,7 @@ from drafters.lm import LmConfig
 from drafters.lora import LoraConfig
 from drafters.ngram import NgramConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9], list(range(40)), [3, 1, 4, 1, 5, 9, 2, 6] * 9]
 POLICIES = ("fixed", "posterior", "thompson", "thompson_flat", "ucb1")
 NAMES = ("llama", "mistral, window", "qwen2", "qwen3")

@@ -23,6 +23,7 @@ from decode.native.products import Stacked, blocked_is_possible
 from decode.native.target import NativeTarget
 from decode.native.weights import Weights, take_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.float32, torch.bfloat16)
 needs_blocked = pytest.mark.skipif(
     not blocked_is_possible(torch.device("cpu"), torch.float32), reason="PyTorch without oneDNN"

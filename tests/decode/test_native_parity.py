@@ -18,6 +18,7 @@ from decode.native.target import NativeTarget
 from decode.targets.transformers import TransformersTarget
 from decode.types import Target
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-4
 EXACTNESS = ("law", "bitwise")
 

@@ -29,6 +29,7 @@ from decode.targets.choices import check_choice
 from decode.targets.loading import load_causal_lm
 from decode.targets.transformers import TransformersTarget
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-4
 UNTIED = "llama, biases, untied, no groups"
 needs_blocked = pytest.mark.skipif(
