@@ -164,12 +164,16 @@ def costs_key(target: Target) -> str:
         machine = torch.cuda.get_device_name(device)
     else:
         machine = f"{_processor()} x{torch.get_num_threads()}"
-    model = getattr(target, "model", None)
-    parameters = [] if model is None else list(model.parameters())
-    shape = [f"{tuple(p.shape)} {p.dtype}" for p in parameters]
-    shape += [f"{target.vocab_size} {target.max_context}"]
+    shape = getattr(target, "parameter_shapes", None)  # asking for its model might make a copy
+    if shape is None:
+        model = getattr(target, "model", None)
+        parameters = [] if model is None else list(model.parameters())
+        shape = [f"{tuple(p.shape)} {p.dtype}" for p in parameters]
+    exactness = getattr(target, "exactness", None)
+    backend = f"{target.backend} {exactness}" if exactness else target.backend
+    shape = [*shape, f"{target.vocab_size} {target.max_context}"]
     digest = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:8]
-    return f"{machine}, {target.backend}, target {digest}"
+    return f"{machine}, {backend}, target {digest}"
 
 
 def _processor() -> str:

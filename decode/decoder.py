@@ -60,6 +60,8 @@ class SpeculativeDecoder:
         tokenizer: Any | None = None,  # None: the target's
         device: str | None = None,
         dtype: torch.dtype | str | None = None,
+        backend: str = "transformers",  # of a model or a name: native, auto
+        exactness: str = "law",  # bitwise: greedy text to the bit; of the native backend
         max_rows: int = 16,  # requests decoded side by side; more wait
     ) -> None:
         if coupling not in COUPLINGS:
@@ -67,7 +69,14 @@ class SpeculativeDecoder:
         if max_rows < 1:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
         clock = clock or SystemClock()
-        self.target = resolve_target(target, tokenizer=tokenizer, device=device, dtype=dtype)
+        self.target = resolve_target(
+            target,
+            tokenizer=tokenizer,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            exactness=exactness,
+        )
         self.tokenizer: Any = tokenizer or getattr(self.target, "tokenizer", None)
         self.pool = Pool(resolve_drafters(drafters, self.target), self.target.vocab_size)
         self.policy = resolve_policy(policy, self.target, self.pool.drafters, clock)

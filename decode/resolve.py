@@ -23,20 +23,32 @@ DEFAULT_POLICY = "posterior"
 
 
 def resolve_target(
-    target: Any, *, tokenizer: Any | None, device: str | None, dtype: torch.dtype | str | None
+    target: Any,
+    *,
+    tokenizer: Any | None,
+    device: str | None,
+    dtype: torch.dtype | str | None,
+    backend: str = "transformers",
+    exactness: str = "law",
 ) -> Target:
-    """A Target as it is; a Hugging Face model, a folder or a Hub name through the transformers
-    backend.
-    """
+    """A Target as it is; a Hugging Face model, a folder or a Hub name through that backend."""
     if isinstance(target, Target):
         return target
-    from decode.targets.transformers import TransformersTarget
+    from decode.targets.backends import make_target
+    from decode.targets.choices import check_choice
+    from decode.targets.loading import load_causal_lm, load_tokenizer
+
+    check_choice(backend, exactness)
 
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(kind, torch.dtype):
         raise ValueError(f"dtype={dtype} is not known; use float32, bfloat16 or float16")
     if isinstance(target, str | Path):
-        return TransformersTarget.from_pretrained(target, dtype=kind, device=device)
+        name = str(target)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_causal_lm(name, kind or torch.float32).to(device)
+        tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
+        return make_target(model, tokenizer, name, backend=backend, exactness=exactness, take=True)
     if not isinstance(target, torch.nn.Module):
         raise ValueError(
             f"target is a {type(target).__name__}; pass a Target, a Hugging Face model or its name"
@@ -46,7 +58,7 @@ def resolve_target(
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name)
-    return TransformersTarget(model, tokenizer)
+    return make_target(model, tokenizer, backend=backend, exactness=exactness, take=False)
 
 
 def resolve_drafters(drafters: Any, target: Target) -> dict[str, Drafter]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from decode.targets.backends import make_target
 from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter
@@ -40,7 +41,14 @@ def load_target(
     remote = config.trust_remote_code
     model = load_causal_lm(str(folder), getattr(torch, name), remote)
     tokenizer = load_tokenizer(str(folder), remote)
-    return TransformersTarget(model.to(device), tokenizer, config.name_or_path)
+    return make_target(
+        model.to(device),
+        tokenizer,
+        config.name_or_path,
+        backend=config.backend,
+        exactness=config.exactness,
+        take=True,
+    )
 
 
 def fast_dtype(device: str) -> str:

@@ -38,6 +38,7 @@ class Decode(Stage):
     prompt: str | None
     file: str | None
     target: str | None
+    backend: str | None
     drafter: str | None
     policy: str | None
     chat: bool
@@ -97,11 +98,20 @@ class Decode(Stage):
         device, clock = workspace.runtime.resolved_device(), workspace.runtime.make_clock()
         if self.target is None:
             return load_decoder(
-                workspace.inputs["export"], policy=self.policy, device=device, clock=clock
+                workspace.inputs["export"],
+                policy=self.policy,
+                device=device,
+                backend=self.backend,
+                clock=clock,
             )
         named = None if self.drafter is None else {_short(self.drafter): local(self.drafter)}
         return SpeculativeDecoder(
-            local(self.target), named, self.policy, device=device, clock=clock
+            local(self.target),
+            named,
+            self.policy,
+            device=device,
+            backend=self.backend or "transformers",
+            clock=clock,
         )
 
     def _prompts(self) -> Iterator[Any]:

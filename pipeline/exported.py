@@ -13,6 +13,7 @@ from router.encoder import Encoder, SentenceEncoder
 
 DECODER = "decoder.json"
 SCHEMA_VERSION = 1
+UNCHOSEN = {"backend": "transformers", "exactness": "law"}  # of exports that name none
 KEYS = ("target", "drafters", "policy", "router", "encoder", "costs")
 
 
@@ -53,7 +54,8 @@ def find_target(described: Mapping[str, Any], given: str | Path | None = None) -
 
     Raises ValueError where weights or tokenizer are not those that the drafters were made for.
     """
-    source = {name: value for name, value in described.items() if name != "digest"}
+    source = {**UNCHOSEN, **described}
+    del source["digest"]
     if given is not None:
         source |= {
             "name_or_path": str(given),

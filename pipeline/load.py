@@ -12,10 +12,12 @@ from decode import SpeculativeDecoder
 from decode.clock import Clock, SystemClock
 from decode.cost_measurement import quick_costs
 from decode.costs import Costs, costs_key
+from decode.targets.backends import make_target
+from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter, Policy
 from drafters.base import BuildContext, target_parts
-from pipeline.exported import find_target, open_router, read_export
+from pipeline.exported import UNCHOSEN, find_target, open_router, read_export
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ def load_decoder(
     policy: Policy | str | None = None,  # None: the exported one
     device: str | None = None,  # None: a GPU where there is one
     dtype: torch.dtype | None = None,  # None: the exported one
+    backend: str | None = None,  # auto, native or transformers; None: the exported one
+    exactness: str | None = None,  # bitwise or law; None: the exported one
     clock: Clock | None = None,
 ) -> SpeculativeDecoder:
     """The decoder that stage=export wrote: its target, drafters, router, policy and costs.
@@ -36,18 +40,22 @@ def load_decoder(
     """
     folder, clock = Path(folder), clock or SystemClock()
     content = read_export(folder)
-    found = find_target(content["target"], target)
-    backend = TransformersTarget.from_pretrained(
-        found,
-        dtype=dtype or getattr(torch, content["target"]["dtype"]),
-        device=device,
-        trust_remote_code=content["target"]["trust_remote_code"],
+    described = {**UNCHOSEN, **content["target"]}
+    name, remote = str(find_target(described, target)), described["trust_remote_code"]
+    model = load_causal_lm(name, dtype or getattr(torch, described["dtype"]), remote)
+    opened = make_target(
+        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        load_tokenizer(name, remote),
+        name,
+        backend=backend or described["backend"],
+        exactness=exactness or (described["exactness"] if backend is None else "law"),
+        take=True,
     )
-    drafters = load_drafters(folder, content["drafters"], backend)
+    drafters = load_drafters(folder, content["drafters"], opened)
     if policy is None:
-        policy = load_policy(folder, content, backend, drafters, clock)
-    router = open_router(folder, content, str(backend.device))
-    return SpeculativeDecoder(backend, drafters, policy, router, clock=clock)
+        policy = load_policy(folder, content, opened, drafters, clock)
+    router = open_router(folder, content, opened.device)
+    return SpeculativeDecoder(opened, drafters, policy, router, clock=clock)
 
 
 def load_drafters(

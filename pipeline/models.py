@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decode.targets.choices import check_choice
 from pipeline.digests import model_identity
 from pipeline.folders import check_folder
 from pipeline.wheels import fetch_wheel, wheel_folder
@@ -70,17 +71,23 @@ class TargetConfig(Source):
 
     dtype: str  # "float32", "bfloat16" or "float16": what it computes in
     trust_remote_code: bool  # run Python that comes with the model
+    backend: str  # "auto", "native" or "transformers": whose forward
+    exactness: str  # "bitwise" (native only) or "law": what greedy text is held to
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype not in DTYPES:
             raise ValueError(f"target.dtype={self.dtype} is not known; use {', '.join(DTYPES)}")
+        check_choice(self.backend, self.exactness)
 
     def resolve(self) -> Path:
         return resolve(self, trust_remote_code=self.trust_remote_code)
 
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "dtype": self.dtype}
+        known = {**super().identity(), "dtype": self.dtype}
+        if self.backend == "transformers":
+            return known  # as before there was a choice, so that its artifacts keep their names
+        return {**known, "backend": self.backend, "exactness": self.exactness}
 
 
 @dataclass(frozen=True, kw_only=True)

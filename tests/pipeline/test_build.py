@@ -235,3 +235,17 @@ def test_an_entry_may_train_otherwise_than_the_others() -> None:
 def test_overrides_that_do_not_fit_are_named(overrides: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         distill_of(**overrides)
+
+
+@pytest.mark.parametrize("backend", ["native", "auto"])
+def test_a_native_target_is_built_and_shares_its_parts(tmp_path: Path, backend: str) -> None:
+    plain = tiny_config(tiny_target_folder(tmp_path))
+    config = dataclasses.replace(plain, backend=backend)
+    ours, theirs = load_target(config, RUNTIME), load_target(plain, RUNTIME)
+    assert (ours.backend, theirs.backend) == ("native", "transformers")
+    cut = LmConfig(source=None, layers=[0, -1], num_draft_vocab=0, train_head=False, dtype="auto")
+    one, other = (cut.build(BuildContext(target_parts(target))) for target in (ours, theirs))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(one.trainable(ids), other.trainable(ids))
+    assert one.num_parameters == other.num_parameters  # the embedding is the target's
+    assert torch.equal(ours.model(ids).logits, theirs.model(ids).logits)

@@ -32,6 +32,7 @@ def stage(folder: Path) -> Decode:
         prompt="w1 w2 w3",
         file=None,
         target=str(folder),
+        backend=None,
         drafter="ngram",
         policy=None,
         chat=True,

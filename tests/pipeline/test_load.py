@@ -70,6 +70,20 @@ def test_costs_of_another_machine_are_measured_again_and_it_is_said(
     assert len(decoder.generate(PROMPTS, 12).token_ids[0]) == 12
 
 
+def test_the_backend_may_be_another_and_the_text_stays(copy: Path) -> None:  # noqa: F811
+    wanted = load_decoder(copy, policy="off")
+    native = load_decoder(copy, policy="off", backend="native")
+    assert (wanted.target.backend, native.target.backend) == ("transformers", "native")
+    texts = [made.generate(PROMPTS, 12).token_ids for made in (wanted, native)]
+    assert texts[0] == texts[1]
+    # What an export that names no backend was made with.
+    description = json.loads((copy / "decoder.json").read_text())
+    assert description["target"].pop("backend") == "transformers"
+    assert description["target"].pop("exactness") == "law"
+    (copy / "decoder.json").write_text(json.dumps(description))
+    assert load_decoder(copy, policy="off").target.backend == "transformers"
+
+
 def test_the_policy_may_be_another(copy: Path) -> None:  # noqa: F811
     assert load_decoder(copy, policy="off").policy is None
 

@@ -8,6 +8,7 @@ is fetched although nobody asked for it; something fetched by the menu.
 
 import hashlib
 import io
+import itertools
 import json
 import socket
 import struct
@@ -58,7 +59,8 @@ def tiny_folder(folder: Path, fill: int = 1) -> Path:
 
 def target(name: str, **changes: object) -> TargetConfig:
     values = {"revision": None, "wheel": None, "wheel_sha256": None, "dtype": "float32"}
-    return TargetConfig(name_or_path=name, **{**values, "trust_remote_code": False, **changes})
+    values |= {"trust_remote_code": False, "backend": "transformers", "exactness": "law"}
+    return TargetConfig(name_or_path=name, **{**values, **changes})
 
 
 @cache
@@ -100,6 +102,28 @@ def encoder(**changes: object) -> EncoderConfig:
 def test_a_local_folder_is_taken_as_it_is(tmp_path):
     folder = tiny_folder(tmp_path / "model")
     assert resolve_target(target(str(folder))) == folder
+
+
+def test_the_identity_holds_the_backend_where_it_is_not_the_first_one(tmp_path):
+    name = str(tiny_folder(tmp_path / "one"))
+    before = target(name).identity()
+    assert not {"backend", "exactness"} & set(before)  # artifacts made before keep their names
+    others = [("native", "law"), ("native", "bitwise"), ("auto", "law"), ("auto", "bitwise")]
+    found = [target(name, backend=b, exactness=e).identity() for b, e in others]
+    assert all(a != b for a, b in itertools.combinations([before, *found], 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"backend": "fast"}, "backend=fast is not known"),
+        ({"exactness": "nearly"}, "exactness=nearly is not known"),
+        ({"exactness": "bitwise"}, "use backend=native"),
+    ],
+)
+def test_an_unknown_backend_is_refused(changes, told):
+    with pytest.raises(ValueError, match=told):
+        target("somewhere", **changes)
 
 
 def test_the_identity_holds_content_and_dtype_and_no_path(tmp_path):

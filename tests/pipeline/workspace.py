@@ -23,6 +23,8 @@ def tiny_config(folder: Path) -> TargetConfig:
         wheel_sha256=None,
         dtype="float32",
         trust_remote_code=False,
+        backend="transformers",
+        exactness="law",
     )
 
 
