@@ -24,6 +24,7 @@ from rich.table import Table
 
 from decode import SpeculativeDecoder
 from decode.clock import Clock, SystemClock
+from decode.native.exactness import width_dependence
 from decode.resolve import resolve_target
 from decode.results import ratio
 from pipeline.chat import prompt_ids
@@ -134,9 +135,7 @@ def compare(
         "rounds": rounds,
         "max_new_tokens": max_new_tokens,
         "context_tokens": context_tokens,
-        "width_dependence": {
-            kind: getattr(target, "width_dependence", None) for kind, target in targets.items()
-        },
+        "width_dependence": {kind: width_dependence(target) for kind, target in targets.items()},
         "plain": told_texts(texts),
         "passes": told_passes(passes),
         "packages": package_versions(),
