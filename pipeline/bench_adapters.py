@@ -7,8 +7,9 @@ the slope between a short and a long draft; memory is what comes on top of what 
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,17 +19,19 @@ from rich.table import Table
 from decode.clock import SystemClock
 from decode.cost_measurement import measure_costs
 from decode.resolve import resolve_drafter, resolve_target
+from decode.types import Drafter
 from drafters.base import BuildContext, target_parts
 from drafters.lm import LmDrafter
 from drafters.lora import ALL_LINEAR, LoraConfig, LoraDrafter
 from pipeline.files import write_json
 from pipeline.manifest import git_state, package_versions
-from pipeline.progress import WIDE
+from pipeline.progress import WIDE, progress
 from pipeline.runtime import hardware
 
 BASE = "base"
 DRAFT_LENGTHS = (1, 9)
 CONTEXT_TOKENS = 128
+REPEATS = 3  # within a round
 
 
 def adapter_costs(
@@ -37,7 +40,7 @@ def adapter_costs(
     *,
     ranks: Sequence[int],
     modules: Sequence[str],
-    repeats: int,
+    rounds: int,
     dtype: str | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
@@ -51,20 +54,7 @@ def adapter_costs(
         for merged in (False, True):
             name = f"rank {rank}, {'merged' if merged else 'on the base'}"
             drafters[name] = adapted(base, target, rank, modules, merged)
-    costs = measure_costs(
-        target,
-        drafters,
-        SystemClock(),
-        widths=[1],
-        draft_lengths=DRAFT_LENGTHS,
-        context_tokens=CONTEXT_TOKENS,
-        repeats=repeats,
-    )
-    low, high = DRAFT_LENGTHS
-    seconds = {
-        name: (table[high] - table[low]) / (high - low)
-        for name, table in costs.draft_seconds.items()
-    }
+    seconds = in_turn(target, drafters, rounds)
     return {
         "hardware": hardware(),
         "dtype": str(next(target.model.parameters()).dtype).removeprefix("torch."),
@@ -81,6 +71,29 @@ def adapter_costs(
         "packages": package_versions(),
         **git_state(),
     }
+
+
+def in_turn(target: Any, drafters: Mapping[str, Drafter], rounds: int) -> dict[str, float]:
+    """Seconds of a draft token: the median over rounds, in which the drafters take turns."""
+    low, high = DRAFT_LENGTHS
+    found: dict[str, list[float]] = {name: [] for name in drafters}
+    with progress("adapters", rounds, "rounds") as meter:
+        for number in range(rounds):
+            start = number % len(drafters)
+            for name in [*drafters][start:] + [*drafters][:start]:
+                costs = measure_costs(
+                    target,
+                    {name: drafters[name]},
+                    SystemClock(),
+                    widths=[1],
+                    draft_lengths=DRAFT_LENGTHS,
+                    context_tokens=CONTEXT_TOKENS,
+                    repeats=REPEATS,
+                )
+                times = costs.draft_seconds[name]
+                found[name].append((times[high] - times[low]) / (high - low))
+            meter.advance()
+    return {name: median(values) for name, values in found.items()}
 
 
 def adapted(
@@ -128,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("drafter", help="an lm drafter's folder")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--modules", nargs="+", default=[ALL_LINEAR], help="as q_proj v_proj")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16")
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")

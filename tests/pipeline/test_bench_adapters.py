@@ -15,7 +15,7 @@ def test_adapters_are_measured_on_one_base(tmp_path: Path, capsys) -> None:
     target = tiny_target_folder(tmp_path / "target")
     out = tmp_path / "adapters.json"
     words = [str(target), str(target), "--ranks", "2", "4", "--modules", "q_proj", "v_proj"]
-    main([*words, "--repeats", "2", "--dtype", "float32", "--out", str(out)])
+    main([*words, "--rounds", "2", "--dtype", "float32", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
     names = ["base", *(f"rank {r}, {how}" for r in (2, 4) for how in ("on the base", "merged"))]
     assert [row["drafter"] for row in rows] == names
