@@ -6,14 +6,11 @@ Seconds do not depend on what an adapter has learned, so these are random. A dra
 the slope between a short and a long draft; memory is what comes on top of what is there already.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from decode.clock import SystemClock
@@ -23,10 +20,8 @@ from decode.types import Drafter
 from drafters.base import BuildContext, target_parts
 from drafters.lm import LmDrafter
 from drafters.lora import ALL_LINEAR, LoraConfig, LoraDrafter
-from pipeline.files import write_json
-from pipeline.manifest import git_state, package_versions
-from pipeline.progress import WIDE, progress
-from pipeline.runtime import hardware
+from pipeline.bench_command import command, conditions, new_table, show, told
+from pipeline.progress import progress
 
 BASE = "base"
 DRAFT_LENGTHS = (1, 9)
@@ -56,8 +51,7 @@ def adapter_costs(
             drafters[name] = adapted(base, target, rank, modules, merged)
     seconds = in_turn(target, drafters, rounds)
     return {
-        "hardware": hardware(),
-        "dtype": str(next(target.model.parameters()).dtype).removeprefix("torch."),
+        **conditions(target),
         "modules": list(modules),
         "rows": [
             {
@@ -68,8 +62,6 @@ def adapter_costs(
             }
             for name in drafters
         ],
-        "packages": package_versions(),
-        **git_state(),
     }
 
 
@@ -120,9 +112,8 @@ def adapted(
 
 
 def table(results: dict[str, Any]) -> Table:
-    made = Table(title=f"adapters on one drafter, {results['dtype']}")
-    for name in ("drafter", "ms a draft token", "against the base", "MB of its own"):
-        made.add_column(name, justify="left" if name == "drafter" else "right")
+    names = ("drafter", "ms a draft token", "against the base", "MB of its own")
+    made = new_table(f"adapters on one drafter, {results['dtype']}", *names)
     for row in results["rows"]:
         made.add_row(
             row["drafter"],
@@ -134,25 +125,13 @@ def table(results: dict[str, Any]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("target", help="folder or name of a causal LM")
-    parser.add_argument("drafter", help="an lm drafter's folder")
+    parser = command(__doc__, "folder or name of a causal LM", "an lm drafter's folder")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--modules", nargs="+", default=[ALL_LINEAR], help="as q_proj v_proj")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")
     given = vars(parser.parse_args(arguments))
     out = given.pop("out")
-    results = adapter_costs(given.pop("target"), given.pop("drafter"), **given)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, results)
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDE)).print(table(results))
+    show(table(told(adapter_costs(given.pop("target"), given.pop("drafter"), **given), out)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ greedy text after its first token, over the seconds since then, so prefill is ap
 its EOS or after --max-new-tokens, and no way may write another number of tokens unnoticed.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from decode import SpeculativeDecoder
@@ -27,13 +25,11 @@ from decode.clock import Clock, SystemClock
 from decode.native.exactness import width_dependence
 from decode.resolve import resolve_target
 from decode.results import ratio
+from pipeline.bench_command import command, conditions, show, told
+from pipeline.bench_greedy import own_text
 from pipeline.chat import prompt_ids
-from pipeline.files import write_json
-from pipeline.headline import finite
 from pipeline.intervals import LEVEL, Interval
-from pipeline.manifest import git_state, package_versions
-from pipeline.progress import WIDE, progress
-from pipeline.runtime import hardware
+from pipeline.progress import progress
 
 REFERENCE = "transformers generate"
 WIDTHS = (1, 2, 4, 6, 8, 16)
@@ -71,16 +67,8 @@ def generate_way(target: Any, clock: Clock) -> Way:
             times.append(clock.now())
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-        ids = torch.tensor([prompt], device=target.device)
-        out = target.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=min(target.eos_token_ids, default=0),
-            stopping_criteria=[note],
-        )
-        return Text(out[0, len(prompt) :].tolist(), times[-1] - times[0])
+        token_ids = own_text(target, prompt, max_new_tokens, stopping_criteria=[note])
+        return Text(token_ids, times[-1] - times[0])
 
     return write
 
@@ -128,18 +116,15 @@ def compare(
     with progress("forward: passes", rounds * len(targets), "rounds") as meter:
         passes = pass_in_turn(targets, context_tokens, rounds, clock, meter.advance)
     return {
-        "hardware": hardware(),
+        **conditions(targets["transformers"]),
         "threads": torch.get_num_threads(),
         "target": Path(name).name,
-        "dtype": dtype,
         "rounds": rounds,
         "max_new_tokens": max_new_tokens,
         "context_tokens": context_tokens,
         "width_dependence": {kind: width_dependence(target) for kind, target in targets.items()},
         "plain": told_texts(texts),
         "passes": told_passes(passes),
-        "packages": package_versions(),
-        **git_state(),
     }
 
 
@@ -271,26 +256,15 @@ def _rotated(names: list[str], number: int) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("target", help="folder or name of a causal LM of the Llama family")
-    parser.add_argument("--dtype", default="bfloat16", help="float32, bfloat16 or float16")
-    parser.add_argument("--device", default="cpu")
+    of_target = "folder or name of a causal LM of the Llama family"
+    parser = command(__doc__, of_target, dtype="bfloat16", device="cpu")
     parser.add_argument("--exactness", nargs="+", default=["law", "bitwise"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--context-tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")
     given = vars(parser.parse_args(arguments))
     out = given.pop("out")
-    results = finite(compare(given.pop("target"), **given))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, results)
-    console = Console()
-    for table in tables(results):
-        (console if console.is_terminal else Console(width=WIDE)).print(table)
+    show(*tables(told(compare(given.pop("target"), **given), out)))
 
 
 if __name__ == "__main__":

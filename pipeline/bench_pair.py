@@ -7,7 +7,6 @@ that what else the machine does falls on all of them; ratios are of the same pro
 bootstrap intervals. Greedy texts that part from plain decoding's are counted.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,20 +15,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from decode import Sampling
 from decode.clock import Clock, SystemClock
 from decode.policies.fixed import FixedPolicy
 from decode.resolve import resolve_drafters, resolve_target
+from pipeline.bench_command import command, conditions, new_table, show, told
 from pipeline.benches import BENCH, BenchData
 from pipeline.chat import prompt_ids
-from pipeline.files import write_json
-from pipeline.headline import finite
-from pipeline.manifest import git_state, package_versions
-from pipeline.progress import WIDE
-from pipeline.runtime import hardware
 from pipeline.scores import ALL, HEADLINE_SPLIT, Resampling, audit, scoreboard
 from pipeline.wallclock import PLAIN, EvalPrompt, Journal, Method, Race, make_prompt
 
@@ -73,15 +67,12 @@ def side_by_side(
     greedy = ["law"] if law.greedy else []
     rows = scoreboard(cells, race.methods, Resampling(NUM_RESAMPLES, 0))
     return {
-        "hardware": hardware(),
-        "dtype": str(next(target.model.parameters()).dtype).removeprefix("torch."),
+        **conditions(target),
         "temperature": temperature,
         "prompts": {prompts.name: len(asked)},
         "max_new_tokens": max_new_tokens,
         "rows": [row for row in rows if row["domain"] == ALL],
         "audit": audit(cells, greedy, asked, target),
-        "packages": package_versions(),
-        **git_state(),
     }
 
 
@@ -102,9 +93,8 @@ def read_bench(path: Path, number: int, max_new_tokens: int, tokenizer: Any) -> 
 
 def table(results: dict[str, Any]) -> Table:
     """Tokens a second, the ratio to plain, and what a pass emits and would have to."""
-    made = Table(title=f"{results['dtype']} on {results['hardware']['cpu']}")
-    for name in ("method", "tok/s", "speed over plain", "acceptance length", "break-even length"):
-        made.add_column(name, justify="left" if name == "method" else "right")
+    names = ("method", "tok/s", "speed over plain", "acceptance length", "break-even length")
+    made = new_table(f"{results['dtype']} on {results['hardware']['cpu']}", *names)
     for row in results["rows"]:
         ratio = row["speed_ratio"]
         made.add_row(
@@ -118,30 +108,19 @@ def table(results: dict[str, Any]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("target", help="folder or name of a causal LM")
-    parser.add_argument("drafter", help="a trained drafter's folder, or a causal LM, or ngram")
+    of_drafter = "a trained drafter's folder, or a causal LM, or ngram"
+    parser = command(__doc__, "folder or name of a causal LM", of_drafter)
     parser.add_argument("--prompts", type=Path, required=True, help="a benchmark's JSON lines")
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--draft-lengths", type=int, nargs="+", default=[2, 3, 4, 5, 6, 8])
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")
     given = vars(parser.parse_args(arguments))
     out = given.pop("out")
-    results = finite(side_by_side(given.pop("target"), given.pop("drafter"), **given))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, results)
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDE)).print(table(results))
-    different = results["audit"]["different"]
-    if different:
-        console.print(f"greedy texts that differ from plain decoding's: {json.dumps(different)}")
+    results = told(side_by_side(given.pop("target"), given.pop("drafter"), **given), out)
+    show(table(results))
+    if different := results["audit"]["different"]:
+        show(f"greedy texts that differ from plain decoding's: {json.dumps(different)}")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ the loss and its gradient by the drafter's logits are computed twice: from all o
 logits, and from its k largest with the log-sum-exp of all, as stage=regenerate keeps them.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -24,13 +22,10 @@ from drafters.losses import DIVERGENCES
 from drafters.network_drafter import NetworkDrafter
 from drafters.truncation import TruncationBias, truncation_bias
 from drafters.vocabulary import columns_of
+from pipeline.bench_command import command, conditions, new_table, show, told
 from pipeline.bench_pair import read_bench
-from pipeline.files import write_json
 from pipeline.generation import Generator, Job
-from pipeline.headline import finite
-from pipeline.manifest import git_state, package_versions
-from pipeline.progress import WIDE, progress
-from pipeline.runtime import hardware
+from pipeline.progress import progress
 
 BATCH = 16  # prompts that are answered at once
 
@@ -67,13 +62,10 @@ def biases(
                 meter.advance()
         rows += _means(found, law.temperature, top)
     return {
-        "hardware": hardware(),
-        "dtype": str(next(target.model.parameters()).dtype).removeprefix("torch."),
+        **conditions(target),
         "prompts": {prompts.name: len(asked)},
         "max_new_tokens": max_new_tokens,
         "rows": rows,
-        "packages": package_versions(),
-        **git_state(),
     }
 
 
@@ -115,13 +107,12 @@ def _means(
 
 def table(results: dict[str, Any]) -> Table:
     """How far the loss is off, and in which direction and length its gradient points."""
-    made = Table(title="a teacher known by its k largest logits, against all of them")
-    for name in ("text at T", "loss", "k", "loss, all logits", "error", "cosine", "length"):
-        made.add_column(name, justify="left" if name == "loss" else "right")
+    names = ("loss", "text at T", "k", "loss, all logits", "error", "cosine", "length")
+    made = new_table("a teacher known by its k largest logits, against all of them", *names)
     for row in results["rows"]:
         made.add_row(
-            f"{row['temperature']:g}",
             row["loss"],
+            f"{row['temperature']:g}",
             str(row["k"]),
             f"{row['mean_loss']:.4f}",
             f"{row['mean_error']:.4f}",
@@ -132,27 +123,16 @@ def table(results: dict[str, Any]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("target", help="folder or name of a causal LM")
-    parser.add_argument("drafter", help="a trained drafter's folder, or a causal LM")
+    of_drafter = "a trained drafter's folder, or a causal LM"
+    parser = command(__doc__, "folder or name of a causal LM", of_drafter)
     parser.add_argument("--prompts", type=Path, required=True, help="a benchmark's JSON lines")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")
     given = vars(parser.parse_args(arguments))
     out = given.pop("out")
-    results = finite(biases(given.pop("target"), given.pop("drafter"), **given))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, results)
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDE)).print(table(results))
+    show(table(told(biases(given.pop("target"), given.pop("drafter"), **given), out)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""What a model of the Llama family is made of, read from its Hugging Face config; or why it is not
-one.
+"""What a model of the Llama family is made of, by its Hugging Face config; or why it is none.
 
 Nothing here knows a device: every native backend shares it.
 """
