@@ -40,10 +40,10 @@ def columns_of(
 
 def count_tokens(sequences: Iterable[Tensor], vocab_size: int) -> Tensor:  # [V] int64
     """How often each id occurs in the given token ids."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for token_ids in sequences:
-        counts += torch.bincount(token_ids.long().cpu(), minlength=vocab_size)
-    return counts
+    everything = [token_ids.int().cpu() for token_ids in sequences]
+    if not everything:
+        return torch.zeros(vocab_size, dtype=torch.long)
+    return torch.bincount(torch.cat(everything), minlength=vocab_size)
 
 
 def choose_draft_ids(

@@ -14,6 +14,7 @@ from pipeline import files
 
 DEVICES = ("auto", "cpu", "cuda")
 SHARDINGS = ("ddp", "fsdp2")
+GPU_THREADS = 8
 CLOCKS = {"system": SystemClock, "virtual": VirtualClock}
 
 
@@ -22,7 +23,7 @@ class Runtime:
     """Where and how a run happens; in an identity only where the stage times something."""
 
     device: str  # "auto", "cpu" or "cuda"
-    threads: int  # CPU threads of torch; 0: as many as there are cores
+    threads: int  # CPU threads of torch; 0: as many as there are cores, or a few beside a GPU
     clock: str  # "system", or "virtual": every reading advances 1/1024 s, for equal runs
     num_processes: int = 1  # that train or answer together; 0: one for each GPU
     sharding: str = "ddp"  # each of them holds all ("ddp"), or its share of what is trained
@@ -83,7 +84,12 @@ class Runtime:
         return None if tflops is None else tflops * 1e12
 
     def num_threads(self) -> int:
-        return self.threads or num_cores()
+        """Of torch on the CPU. Beside a GPU, where the CPU has small things to do, many threads
+        mostly wait for each other, the more so where several runs share the machine.
+        """
+        if self.threads:
+            return self.threads
+        return num_cores() if self.resolved_device() == "cpu" else min(num_cores(), GPU_THREADS)
 
     def apply(self) -> None:
         """Give torch its threads, for this whole process."""

@@ -149,6 +149,7 @@ def test_a_draft_vocabulary_has_the_targets_rows_and_no_law_outside(target: Targ
 def test_draft_ids_hold_special_tokens_then_the_most_frequent() -> None:
     counts = count_tokens([torch.tensor([9, 9, 9, 4, 4, 120]), torch.tensor([120, 4])], 160)
     assert counts[[4, 9, 120]].tolist() == [3, 3, 2]
+    assert count_tokens([], 160).tolist() == [0] * 160
     ids = choose_draft_ids(5, NUM_REAL_IDS, {EOS}, counts)
     assert ids.tolist() == [0, 4, 9, 120, EOS]
     assert choose_draft_ids(3, NUM_REAL_IDS, {EOS}).tolist() == [0, 1, EOS]

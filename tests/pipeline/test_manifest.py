@@ -131,6 +131,14 @@ def test_zero_threads_means_every_core():
     assert clock.now() < clock.now()
 
 
+def test_beside_a_gpu_few_threads_are_enough(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("pipeline.runtime.num_cores", lambda: 64)
+    assert Runtime(device="cuda", threads=0, clock="system").num_threads() == 8
+    assert Runtime(device="cuda", threads=20, clock="system").num_threads() == 20
+    assert Runtime(device="cpu", threads=0, clock="system").num_threads() == 64
+
+
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=r"torch sees no GPU; use runtime.device=cpu"):
