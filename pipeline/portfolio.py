@@ -26,7 +26,15 @@ from pipeline.files import write_json
 from pipeline.history import FILE as HISTORY
 from pipeline.launch import sole_writer
 from pipeline.lint_report import read_lint
-from pipeline.sharing import by_label, by_passes, expected_passes, key, text_features, unseen
+from pipeline.sharing import (
+    by_label,
+    by_passes,
+    comparative,
+    expected_passes,
+    key,
+    text_features,
+    unseen,
+)
 from pipeline.stage import Need, Workspace
 from pipeline.train_drafter import start_drafter
 from pipeline.training_data import rehearsal
@@ -47,7 +55,7 @@ class Portfolio(Distill):
     """
 
     reads: ClassVar[tuple[str, ...]] = ("target", "members")
-    format_version: ClassVar[int] = 2  # shares are expected passes, measured on unseen prompts
+    format_version: ClassVar[int] = 3  # shares go by where a member is better than elsewhere
     summary: ClassVar[str] = "drafters that share the prompts out by acceptance, round by round"
 
     num_rounds: int
@@ -160,7 +168,7 @@ class _Rounds:
         missing = not path.exists()
         self.team.wait()  # all look before one writes
         if missing:
-            shares = self._shared(number)
+            shares = self._shared(number, before)
             if self.team.is_first:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_json(path, shares)
@@ -179,7 +187,7 @@ class _Rounds:
         )
         return shares
 
-    def _shared(self, number: int) -> dict[str, int]:
+    def _shared(self, number: int, before: Mapping[str, int]) -> dict[str, int]:
         answers = [*self.answers, *self.validation]
         if number == 1:
             ids, domains = [a.id for a in answers], [a.domain for a in answers]
@@ -187,7 +195,8 @@ class _Rounds:
             chosen = by_label(ids, domains, wanted)
         else:
             smallest = self.settings.smallest_share * len(answers) / len(self.members)
-            chosen = by_passes(self._expected(answers), int(smallest))
+            now = np.array([before[key(answer)] for answer in answers])
+            chosen = by_passes(comparative(self._expected(answers), now), int(smallest))
         return dict(zip(map(key, answers), chosen.tolist(), strict=True))
 
     def _expected(self, answers: Sequence[Answer]) -> np.ndarray:  # [members, answers]

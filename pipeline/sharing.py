@@ -2,7 +2,8 @@
 
 How many passes a drafter needs for one text is mostly chance, and a text that it has learned from
 flatters it. So drafters are measured on prompts that none of them has seen, and what is shared out
-by is what a ridge regression on the prompts' tokens makes of that.
+by is what a ridge regression on the prompts' tokens makes of that. A drafter that is better
+everywhere would take nearly all: what counts is where it is better than it is elsewhere.
 """
 
 from collections.abc import Sequence
@@ -52,6 +53,18 @@ def expected_passes(features: np.ndarray, rows: np.ndarray, passes: np.ndarray) 
     model = make_pipeline(StandardScaler(), RidgeCV(RIDGES))
     model.fit(features[rows], relative, ridgecv__sample_weight=passes.mean(axis=0))
     return np.exp(model.predict(features)).T
+
+
+def comparative(passes: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """[members, answers] relative `passes` with each member's own level taken out.
+
+    `shares` [answers] says whose each answer is now; all shares count alike in a member's level, so
+    that neither a member that is ahead of the others everywhere nor a domain with more answers
+    moves the borders.
+    """
+    logs = np.log(passes)
+    levels = [logs[:, shares == member].mean(axis=1) for member in np.unique(shares)]
+    return np.exp(logs - np.mean(levels, axis=0)[:, None])
 
 
 def by_label(

@@ -36,6 +36,7 @@ from pipeline.portfolio import Portfolio
 from pipeline.sharing import (
     by_label,
     by_passes,
+    comparative,
     expected_passes,
     text_features,
     unseen,
@@ -122,6 +123,15 @@ def test_expected_passes_are_relative_to_the_mean_member() -> None:
     features = np.random.default_rng(1).normal(size=(50, 3))
     expected = expected_passes(features, np.arange(40), passes)
     np.testing.assert_allclose(expected, np.tile([[0.9**0.5], [0.9**-0.5]], 50), rtol=1e-9)
+
+
+def test_a_member_that_is_better_everywhere_takes_no_more_for_it() -> None:
+    """Three quarters of one kind, a member 5% ahead in all, and 2% between member and kind."""
+    kind = (np.arange(40) % 4 == 0).astype(int)
+    passes = np.where(kind == np.array([[0], [1]]), 0.98, 1.0) * [[0.95], [1.0]]
+    assert by_passes(passes, 0).tolist() == [0] * 40
+    for shares in (kind, (kind + (np.arange(40) % 5 == 0)) % 2):  # a fifth of them wrong
+        assert by_passes(comparative(passes, shares), 0).tolist() == kind.tolist()
 
 
 def test_features_are_the_mean_row_of_all_tokens_and_the_temperature(world: World) -> None:
