@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pipeline.build import portfolio_members
-from pipeline.portfolio import METRICS
+from pipeline.rounds import METRICS
 from pipeline.stage import Need, Stage, Workspace
 
 

@@ -9,41 +9,16 @@ it.
 """
 
 import json
-import shutil
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
-from drafters.network_drafter import NetworkDrafter
-from pipeline.answers import Answer, Answers
-from pipeline.build import NamedEntry, load_target, parent_need
+from pipeline.build import parent_need
 from pipeline.distill import Distill
-from pipeline.files import write_json
-from pipeline.history import FILE as HISTORY
 from pipeline.launch import sole_writer
 from pipeline.lint_report import read_lint
-from pipeline.sharing import (
-    by_label,
-    by_passes,
-    comparative,
-    expected_passes,
-    key,
-    text_features,
-    unseen,
-)
+from pipeline.rounds import ROUNDS, Rounds, clean_up
 from pipeline.stage import Need, Workspace
-from pipeline.train_drafter import start_drafter
-from pipeline.training_data import rehearsal
-from pipeline.validation import read_metrics, validation_answers
-
-ROUNDS = "rounds.json"  # written last: all is done
-SHARES = "shares.json"
-METRICS = "metrics.json"  # of a member: its last round's, but for sums over all rounds
-SUMMED = ("num_steps", "num_tokens")  # metrics of the rounds that add up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +74,7 @@ class Portfolio(Distill):
             if (out / ROUNDS).exists():  # killed after all was written
                 clean_up(out)
                 return {**json.loads((out / ROUNDS).read_text())["metrics"], **read_lint(out)}
-            return _Rounds(self, workspace).run()
+            return Rounds(self, workspace).run()
 
     def of_round(self) -> "Portfolio":
         """These settings for one round of one member."""
@@ -108,211 +83,3 @@ class Portfolio(Distill):
             num_steps=self.num_steps // self.num_rounds,
             num_tokens=self.num_tokens // self.num_rounds,
         )
-
-
-class _Rounds:
-    """One run: answers in memory, members as they are now."""
-
-    def __init__(self, settings: Portfolio, workspace: Workspace) -> None:
-        from pipeline.team import Team  # brings accelerate, which takes a second
-
-        self.settings, self.workspace, self.out = settings, workspace, workspace.out
-        self.entries: Mapping[str, NamedEntry] = workspace.groups["members"]
-        self.target = load_target(workspace.groups["target"], workspace.runtime)
-        self.team = Team(workspace.runtime.resolved_device(), workspace.runtime.sharding)
-        self.members = {name: self._start(name) for name in self.entries}
-        first = next(iter(self.members.values()))
-        linter = settings.linter(workspace, self.target, first)
-        rows = Answers(workspace.inputs["answers"]).rows(
-            split="drafter_train", with_teacher=settings.learns_from_record
-        )
-        self.answers = list(linter.passing(rows))
-        self.validation = validation_answers(
-            workspace.inputs["answers"], [], settings.validation_prompts
-        )
-        self.found = linter.report()
-        self.rounds: list[dict[str, Any]] = []
-
-    def run(self) -> dict[str, Any]:
-        if self.team.is_first:
-            self.found.tell()
-            self.found.save(self.out)
-        shares: dict[str, int] = {}
-        for number in range(1, self.settings.num_rounds + 1):
-            folder = self.out / f"round-{number}"
-            shares = self._shares(folder, number, shares)
-            for place, name in enumerate(self.members):
-                self._train(number, folder / name, name, shares, place)
-        best = self._passes(self.validation)
-        metrics = {**self._metrics(best), "num_rounds": self.settings.num_rounds}
-        if self.team.is_first:
-            self._crown()
-            write_json(self.out / ROUNDS, {"rounds": self.rounds, "metrics": metrics})
-            clean_up(self.out)
-        self.team.wait()
-        return {**metrics, **self.found.metrics}
-
-    def _start(self, name: str) -> NetworkDrafter:
-        given = self.workspace.inputs.items()
-        inputs = {key.removeprefix(f"{name}/"): path for key, path in given}
-        space = replace(self.workspace, inputs=inputs)
-        return start_drafter(self.entries[name], self.target, space)
-
-    # ------------------------------------------------------------------------------- sharing out
-
-    def _shares(self, folder: Path, number: int, before: Mapping[str, int]) -> dict[str, int]:
-        """`key` of an answer -> member, in training and validation; kept, so that a resumed run
-        has what it had.
-        """
-        path = folder / SHARES
-        missing = not path.exists()
-        self.team.wait()  # all look before one writes
-        if missing:
-            shares = self._shared(number, before)
-            if self.team.is_first:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_json(path, shares)
-            self.team.wait()
-        shares = json.loads(path.read_text(encoding="utf-8"))
-        counts: dict[str, Counter[str]] = {name: Counter() for name in self.members}
-        for answer in self.answers:
-            counts[[*counts][shares[key(answer)]]][answer.domain] += 1
-        moved = sum(before[name] != member for name, member in shares.items() if name in before)
-        self.rounds.append(
-            {
-                "round": number,
-                "answers": {name: dict(sorted(count.items())) for name, count in counts.items()},
-                "moved": moved,
-            }
-        )
-        return shares
-
-    def _shared(self, number: int, before: Mapping[str, int]) -> dict[str, int]:
-        answers = [*self.answers, *self.validation]
-        if number == 1:
-            ids, domains = [a.id for a in answers], [a.domain for a in answers]
-            wanted = [named.entry.domains for named in self.entries.values()]
-            chosen = by_label(ids, domains, wanted)
-        else:
-            smallest = self.settings.smallest_share * len(answers) / len(self.members)
-            now = np.array([before[key(answer)] for answer in answers])
-            chosen = by_passes(comparative(self._expected(answers), now), int(smallest))
-        return dict(zip(map(key, answers), chosen.tolist(), strict=True))
-
-    def _expected(self, answers: Sequence[Answer]) -> np.ndarray:  # [members, answers]
-        """Relative passes, learned from the answers that no member has learned from."""
-        share = self.settings.unseen_share
-        rows = [place for place, a in enumerate(self.answers) if unseen(a.id, share)]
-        if not rows:
-            raise ValueError(
-                f"stages.portfolio.unseen_share={share} of {len(self.answers)} answers is none; "
-                "raise it or give more prompts"
-            )
-        passes = self._passes([self.answers[row] for row in rows])[:, :, 1]
-        embedding = self.target.model.get_input_embeddings().weight.detach()
-        return expected_passes(text_features(answers, embedding), np.array(rows), passes)
-
-    def _learned(self, number: int) -> list[Answer]:
-        """The answers of a round: those that members are measured on come in the last."""
-        if number == self.settings.num_rounds:
-            return self.answers
-        share = self.settings.unseen_share
-        return [answer for answer in self.answers if not unseen(answer.id, share)]
-
-    def _passes(self, answers: Sequence[Answer]) -> np.ndarray:  # [members, answers, 2]
-        """Tokens and target passes of every member."""
-        from pipeline.judge import Judge
-
-        length = self.settings.num_draft_tokens
-        judges = [
-            Judge(member, answers, length, self.out, self.team) for member in self.members.values()
-        ]
-        return np.stack([np.asarray(judge.measure()) for judge in judges])
-
-    # ----------------------------------------------------------------------------------- training
-
-    def _train(
-        self, number: int, out: Path, name: str, shares: Mapping[str, int], place: int
-    ) -> None:
-        """Leave the member as this round makes it; what is done already is read."""
-        from pipeline.trainer import Trainer
-
-        drafter = self.members[name]
-        if read_metrics(out) is None:
-            settings = self.settings.of_round()
-            mine = self._mine(self._learned(number), shares, place)
-            judged = [answer for answer in self.validation if shares[key(answer)] == place]
-            out.mkdir(parents=True, exist_ok=True)
-            Trainer(
-                settings,
-                self.target,
-                self.workspace.runtime,
-                name=f"{name}, round {number}",
-                out=out,
-                seed=(self.workspace.seed + number) % 2**63,
-                drafter=drafter,
-                rows=settings.gather(mine, name),
-                validation=judged or self.validation,
-                part=(number, settings.num_rounds),
-            ).run()
-            self.team.wait()
-        drafter.load(out)
-        drafter.prepare_training()
-
-    def _mine(
-        self, answers: Sequence[Answer], shares: Mapping[str, int], place: int
-    ) -> list[Answer]:
-        """A member's share, and what it rehearses of the others'."""
-        own = [shares[key(answer)] == place for answer in answers]
-        rehearsed = rehearsal(sum(own), len(own) - sum(own), self.settings.rehearsal_share)
-        return [a for a, mine in zip(answers, own, strict=True) if mine or rehearsed(a.id)]
-
-    def _metrics(self, passes: np.ndarray) -> dict[str, Any]:
-        """acceptance_length of validation: each member's, and that of the best for each answer."""
-        tokens, counts = passes[0, :, 0].sum(), passes[:, :, 1]
-        return {
-            **{
-                f"acceptance_length_{name}": float(tokens / one.sum())
-                for name, one in zip(self.members, counts, strict=True)
-            },
-            "acceptance_length_best_of": float(tokens / counts.min(axis=0).sum()),
-        }
-
-    def _crown(self) -> None:
-        """A folder a member: the last round's drafter, the history of all rounds, sums of both."""
-        for name in self.members:
-            folders = [
-                self.out / f"round-{number}" / name
-                for number in range(1, self.settings.num_rounds + 1)
-            ]
-            made = self.out / f"{name}.partial"
-            shutil.rmtree(made, ignore_errors=True)
-            shutil.copytree(folders[-1], made)
-            _join_histories(folders, made)
-            reports = [read_metrics(folder) or {} for folder in folders]
-            sums = {key: sum(report[key] for report in reports) for key in SUMMED}
-            write_json(made / METRICS, {**reports[-1], **sums})
-            shutil.rmtree(self.out / name, ignore_errors=True)
-            made.rename(self.out / name)
-
-
-def _join_histories(folders: Sequence[Path], out: Path) -> None:
-    """One curve through all rounds: steps go on, and so do counts of tokens."""
-    lines: list[dict[str, float]] = []
-    for folder in folders:
-        steps, tokens = (lines[-1]["step"], lines[-1]["num_tokens"]) if lines else (0, 0)
-        for line in (folder / HISTORY).read_text(encoding="utf-8").splitlines():
-            values = json.loads(line)
-            if values["step"] == 0 and steps:
-                continue  # the start of a later round is the end of the one before
-            values["step"] += steps
-            if "num_tokens" in values:
-                values["num_tokens"] += tokens
-            lines.append(values)
-    (out / HISTORY).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-
-
-def clean_up(out: Path) -> None:
-    """Remove what only a resumed run needs."""
-    for folder in out.glob("round-*"):
-        shutil.rmtree(folder)
