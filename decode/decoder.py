@@ -20,7 +20,7 @@ from decode.types import Drafter, Policy, Prior, Request, Router, Sampling, Targ
 from decode.verification import select_verifier
 
 T = TypeVar("T", bound=str | None)
-COUPLINGS = ("rejection",)
+COUPLINGS = ("rejection", "gumbel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class SpeculativeDecoder:
         policy: Policy | str | None = None,
         router: Router | None = None,
         *,
-        coupling: str = "rejection",
+        coupling: str = "rejection",  # gumbel: the text follows from the seed, whatever is drafted
         noise: Noise | None = None,  # None: Philox streams of each request's own seed
         clock: Clock | None = None,
         tokenizer: Any | None = None,  # None: the target's
@@ -65,7 +65,7 @@ class SpeculativeDecoder:
         max_rows: int = 16,  # requests decoded side by side; more wait
     ) -> None:
         if coupling not in COUPLINGS:
-            raise ValueError(f"coupling={coupling} is not available; use coupling='rejection'")
+            raise ValueError(f"coupling={coupling} is unknown; use {' or '.join(COUPLINGS)}")
         if max_rows < 1:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
         clock = clock or SystemClock()
@@ -84,7 +84,7 @@ class SpeculativeDecoder:
         self.verifier = select_verifier(self.target.device)
         self.max_rows = max_rows
         self._noise = noise
-        self._loop = Loop(self.target, self.pool, self.policy, self.verifier, clock)
+        self._loop = Loop(self.target, self.pool, self.policy, self.verifier, clock, coupling)
 
     @property
     def drafters(self) -> dict[str, Drafter]:

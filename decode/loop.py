@@ -31,7 +31,8 @@ from decode.types import (
     TargetSession,
     Verification,
 )
-from decode.verification import Draft, Verifier, verify_drafts
+from decode.verification import Draft, Race, Verifier, verify_drafts
+from kernels.race import arrivals
 
 PLAIN = Choice(OFF, 0, "no drafters")
 
@@ -57,12 +58,19 @@ class Loop:
     """Decodes rows step by step. Holds no row, so that rows may join and leave between steps."""
 
     def __init__(
-        self, target: Target, pool: Pool, policy: Policy | None, verifier: Verifier, clock: Clock
+        self,
+        target: Target,
+        pool: Pool,
+        policy: Policy | None,
+        verifier: Verifier,
+        clock: Clock,
+        coupling: str = "rejection",
     ) -> None:
         self.target = target
         self.pool = pool
         self.policy = policy
         self.verifier = verifier
+        self.coupling = coupling
         self.watch = Stopwatch(clock, target.device)
         self.host_seconds = 0.0  # since the last record was written
         self.verify_seconds = 0.0
@@ -112,9 +120,7 @@ class Loop:
             Draft(
                 proposal,
                 row.request.sampling,
-                row.noise.uniforms(
-                    row.request.request_id, len(row.records), "verify", 1 + len(proposal.token_ids)
-                ),
+                self._chance(row, 1 + len(proposal.token_ids)),
                 row.counts,
             )
             for row, proposal in zip(rows, proposals, strict=True)
@@ -209,13 +215,26 @@ class Loop:
             return replace(choice, drafter=OFF, num_draft_tokens=0, reason="nothing offered")
         return replace(choice, num_draft_tokens=length)
 
-    def _sampler(self, row: Row) -> RowSampler:
-        def uniform(depth: int) -> float:
-            return row.noise.uniforms(row.request.request_id, len(row.records), "draft", depth + 1)[
-                depth
-            ]
+    def _chance(self, row: Row, count: int) -> Sequence[float] | Race:
+        """What verification draws a row's tokens with."""
+        request_id = row.request.request_id
+        if self.coupling == "gumbel":
+            return Race(row.noise.race_key(request_id), len(row.token_ids))
+        return row.noise.uniforms(request_id, len(row.records), "verify", count)
 
-        return RowSampler(row.request.sampling, uniform, seen_tokens(row.counts))
+    def _sampler(self, row: Row) -> RowSampler:
+        request_id = row.request.request_id
+
+        def uniform(depth: int) -> float:
+            return row.noise.uniforms(request_id, len(row.records), "draft", depth + 1)[depth]
+
+        def race(depth: int) -> Tensor:
+            key, place = row.noise.race_key(request_id), len(row.token_ids) + depth
+            return arrivals(key, place, self.target.vocab_size)
+
+        seen = seen_tokens(row.counts)
+        by_race = race if self.coupling == "gumbel" else None
+        return RowSampler(row.request.sampling, uniform, seen, by_race)
 
 
 class Stopwatch:

@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from kernels.race import Key
+
 Domain = Literal["draft", "verify"]
 
 TO_UNIT = (
@@ -19,6 +21,9 @@ class Noise(Protocol):
 
     def uniforms(self, request_id: str, step: int, domain: Domain, count: int) -> Sequence[float]:
         """The first `count` numbers in [0, 1) of one stream; a larger count begins alike."""
+
+    def race_key(self, request_id: str) -> Key:
+        """What Gumbel coupling draws all tokens of a request by: a key of kernels.race."""
 
 
 class PhiloxNoise:
@@ -37,6 +42,10 @@ class PhiloxNoise:
         generator = np.random.Philox(key=key, counter=[0, 0, 0, step])
         bits = generator.random_raw(count) >> np.uint64(11)
         return (bits * TO_UNIT).tolist()
+
+    def race_key(self, request_id: str) -> Key:
+        first, second = _key(self.seed, request_id, "race").tolist()
+        return first, second
 
 
 @lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decode.types import MAX_DRAFT_TOKENS, Sampling
+from kernels.race import winner
 from kernels.reference import inverse_cdf, processed_probs
 
 NO_LAW = "a drafter's logits are no law: they hold NaN or +inf, or -inf throughout"
@@ -45,7 +46,8 @@ def law_of(samplings: tuple[Sampling, ...]) -> Law:
 class RowSampler:
     """Draws one row's draft tokens for one step, and remembers them.
 
-    Each draw spends its own uniform, and the penalty sees the draft tokens drawn before it. A
+    Each draw spends its own uniform (or, under Gumbel coupling, races with its place's arrivals),
+    and the penalty sees the draft tokens drawn before it. A
     drafter that asked for a draw and then hid it would bias the output: `drawn` lets the loop
     compare.
     """
@@ -56,12 +58,14 @@ class RowSampler:
         uniform: Callable[[int], float],  # depth -> the draw's number in [0, 1)
         seen: Tensor
         | None,  # [V] bool, tokens of prompt and output; None where no penalty asks for it
+        race: Callable[[int], Tensor] | None = None,  # depth -> [V] arrivals; None: inverse CDF
     ) -> None:
         self.greedy = sampling.greedy
         self.drawn: list[int] = []
         self._sampling = sampling
         self._uniform = uniform
         self._seen = seen
+        self._race = race
 
     def draw(self, logits: Tensor) -> int:  # [V]
         """The next draft token. Raises ValueError where the logits are not numbers."""
@@ -81,6 +85,8 @@ class RowSampler:
     def _draw(self, row: Tensor) -> int:
         seen = None if self._seen is None else self._seen.to(row.device)[None]
         probs = processed_probs(row, *law_of((self._sampling,)), seen)
+        if self._race is not None and not self.greedy:
+            return int(winner(probs, self._race(len(self.drawn)).to(row.device)[None]).item())
         uniform = 0.5 if self.greedy else self._uniform(len(self.drawn))  # one-hot: needs no chance
         uniforms = torch.tensor([uniform], dtype=torch.float64, device=row.device)
         return int(inverse_cdf(probs, uniforms).item())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from decode.sampling import law_of
 from decode.types import DraftProposal, Sampling, Verification
+from kernels.race import Key
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,8 @@ class Verifier:
     """A `verify` and the name under which tables show it."""
 
     name: str  # "triton" or "reference"
-    verify: Callable[..., Verification]
+    verify: Callable[..., Verification]  # rejection coupling
+    couple: Callable[..., Verification]  # Gumbel coupling
 
 
 def select_verifier(device: str) -> Verifier:
@@ -34,15 +36,26 @@ def select_verifier(device: str) -> Verifier:
             raise ValueError(
                 f"verification on {device} needs Triton; install it with: pip install triton"
             )
+        from kernels.coupled import couple as triton_couple
+
         from kernels.verify import verify as triton_verify
 
-        return Verifier("triton", triton_verify)
+        return Verifier("triton", triton_verify, triton_couple)
+    from kernels.coupled_reference import couple as reference_couple
     from kernels.reference import verify as reference_verify
 
     if kind not in _said:
         _said.add(kind)
         log.info("target on %s: kernels.reference verifies (the Triton kernel needs CUDA)", kind)
-    return Verifier("reference", reference_verify)
+    return Verifier("reference", reference_verify, reference_couple)
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Gumbel coupling's chance: a request's key, and where the row's next token stands."""
+
+    key: Key
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +64,45 @@ class Draft:
 
     proposal: DraftProposal
     sampling: Sampling
-    uniforms: Sequence[
-        float
-    ]  # num_drafted + 1: the draw of the recovered or bonus token, then one per draft
+    # num_drafted + 1 uniforms (that of the recovered or bonus token, then one per draft), or a race
+    chance: Sequence[float] | Race
     counts: Tensor | None  # [V] tokens seen so far; None where no penalty asks for it
 
 
 def verify_drafts(verifier: Verifier, logits: Tensor, drafts: Sequence[Draft]) -> Verification:
     """Verify B ragged drafts against the target's raw logits [B, K + 1, V], padded to one shape.
 
-    A row's result does not depend on the padding: its draws are its own, and rows of logits past
-    its draft are never looked at.
+    All of one coupling. A row's result does not depend on the padding: its draws are its own, and
+    rows of logits past its draft are never looked at.
     """
     device, vocab_size = logits.device, logits.shape[-1]
     lengths = [len(draft.proposal.token_ids) for draft in drafts]
     width = max(lengths)
-    one_hot = [draft.proposal.logits is None for draft in drafts]
+    token_ids = [_padded(d.proposal.token_ids, width, -1) for d in drafts]
     law = law_of(tuple(draft.sampling for draft in drafts))
+    shared: dict[str, Any] = {
+        "num_draft_tokens": torch.tensor(lengths, dtype=torch.int64),
+        "seen_token_counts": _counts(drafts, vocab_size, device),
+        **law._asdict(),
+    }
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
+    races = [draft.chance for draft in drafts if isinstance(draft.chance, Race)]
+    if races:
+        keys, places = [race.key for race in races], [race.place for race in races]
+        return verifier.couple(logits, ids, keys=keys, places=places, **shared)
+    uniforms = [
+        [*_padded(d.chance[1:], width, 0.0), d.chance[0]]
+        for d in drafts
+        if not isinstance(d.chance, Race)
+    ]
+    one_hot = [draft.proposal.logits is None for draft in drafts]
     return verifier.verify(
         logits,
-        torch.tensor(
-            [_padded(d.proposal.token_ids, width, -1) for d in drafts],
-            dtype=torch.int64,
-            device=device,
-        ),
+        ids,
         _draft_logits(drafts, width, logits),
-        temperature=law.temperature,
-        uniforms=torch.tensor(
-            [[*_padded(d.uniforms[1:], width, 0.0), d.uniforms[0]] for d in drafts],
-            dtype=torch.float64,
-            device=device,
-        ),
-        num_draft_tokens=torch.tensor(lengths, dtype=torch.int64),
+        uniforms=torch.tensor(uniforms, dtype=torch.float64, device=device),
         draft_is_one_hot=torch.tensor(one_hot, dtype=torch.bool),
-        top_k=law.top_k,
-        top_p=law.top_p,
-        min_p=law.min_p,
-        repetition_penalty=law.repetition_penalty,
-        seen_token_counts=_counts(drafts, vocab_size, device),
+        **shared,
     )
 
 

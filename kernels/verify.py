@@ -90,11 +90,11 @@ def verify(
 
 def _launch(inputs: Inputs) -> tuple[Verification, Tensor]:
     """Enqueue every kernel; the verification, and a flag [B] for rows that break the contract."""
-    call = _call(inputs)
+    call = launch_arguments(inputs)
     batch, width = inputs.uniforms.shape
     splits = call.grid[0]
     device = inputs.target_logits.device
-    rules = _rules(inputs)
+    rules = truncation_rules(inputs)
     maxima = torch.empty(batch, call.rows, splits, device=device)
     best = torch.empty_like(maxima, dtype=torch.int32)
     sums = mass = residual = threshold = None
@@ -131,7 +131,7 @@ def _launch(inputs: Inputs) -> tuple[Verification, Tensor]:
     return verification, errors
 
 
-def _call(inputs: Inputs) -> Call:
+def launch_arguments(inputs: Inputs) -> Call:
     """What all kernels are given; a value that the host knows to be neutral becomes None."""
     batch, num_draft, vocab = inputs.sizes
     device = inputs.target_logits.device
@@ -173,7 +173,7 @@ def _call(inputs: Inputs) -> Call:
     )
 
 
-def _rules(inputs: Inputs) -> Rules:
+def truncation_rules(inputs: Inputs) -> Rules:
     device = inputs.target_logits.device
     return Rules(
         _unless(inputs.top_k, 0, device),

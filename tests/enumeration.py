@@ -111,6 +111,9 @@ class Paths:
             self._draft = []
         return values[:count]
 
+    def race_key(self, request_id: str) -> tuple[int, int]:
+        raise AssertionError("a race has too many paths; see test_coupling.py")
+
     def _verify_draws(self, num_drafted: int) -> list[float]:
         """The number of the last draw, then one for each draft; what is never looked at is not
         varied.

@@ -127,8 +127,8 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused() -> None:
 
 
 def test_other_couplings_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="gumbel"):
-        decoder(coupling="gumbel")
+    with pytest.raises(ValueError, match="coupling=maximal is unknown; use rejection or gumbel"):
+        decoder(coupling="maximal")
 
 
 def test_the_router_reads_what_the_person_wrote() -> None:

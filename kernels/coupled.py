@@ -1,0 +1,248 @@
+# mypy: disallow-untyped-defs=False
+r"""Verification under Gumbel coupling in Triton: two launches, more where rows are truncated.
+
+The contract is that of kernels/coupled_reference.py, the noise that of kernels/race.py, drawn where
+it is used: nothing of [B, K, V] is read twice or written. With z the penalised logits of a row at
+place t, as far as truncation keeps them,
+
+  1. race    per (row, split): max over v of z(v) / T - ln e(t, v), its lowest id, and what the
+             log-probability needs: z there, max z and sum exp((z - max z) / T)
+  2. finish  per sequence: the best of all splits at every position; drafts are kept while they are
+             it
+
+in float64 but for z itself. Splits follow from V alone, so a row's result never depends on the
+batch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.accept import stats_kernel
+from kernels.inputs import Inputs
+from kernels.race import TO_UNIT, Key
+from kernels.rows import Call, draft_length, order_key, row_logits, row_position
+from kernels.truncate import PASSES, truncate
+from kernels.types import Verification
+from kernels.verify import launch_arguments, truncation_rules
+
+ROUNDS = tl.constexpr(10)
+UNIT = tl.constexpr(TO_UNIT)
+MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)  # Philox 4x64 (Salmon et al. 2011, table 2)
+WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+M0, M1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
+W0, W1 = tl.constexpr(WEYL[0]), tl.constexpr(WEYL[1])
+
+
+def couple(
+    target_logits: Tensor,  # [B, K + 1, V] raw bfloat16, float16 or float32; any strides
+    draft_token_ids: Tensor,  # [B, K]; the first -1 ends a row's draft
+    *,
+    temperature: Tensor,  # [B]; 0: greedy
+    keys: list[Key],  # B of them
+    places: list[int],  # B; where the token stands in its text that row 0 of the logits decides
+    num_draft_tokens: Tensor | None = None,  # [B]; K
+    top_k: Tensor | None = None,  # [B]
+    top_p: Tensor | None = None,  # [B]
+    min_p: Tensor | None = None,  # [B]
+    repetition_penalty: Tensor | None = None,  # [B]
+    seen_token_counts: Tensor | None = None,  # [B, V]; None: nothing was seen before the draft
+) -> Verification:
+    """The tokens that each row keeps; the contract of kernels.coupled_reference.couple."""
+    batch, width = target_logits.shape[:2]
+    device = target_logits.device
+    if target_logits.dtype not in PASSES:
+        raise ValueError(
+            f"target_logits is {target_logits.dtype}; the kernel reads bfloat16, float16 and "
+            "float32, and kernels.coupled_reference.couple reads float64"
+        )
+    inputs = Inputs(
+        target_logits,
+        draft_token_ids,
+        None,
+        temperature,
+        torch.zeros(batch, width, dtype=torch.float32, device=device),
+        num_draft_tokens,
+        None,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty,
+        seen_token_counts,
+    )
+    inputs.check_parameters(host_only=True)
+    words = key_words(keys, places).to(device, non_blocking=True)
+    verification, errors = _launch(inputs, words)
+    if any(errors.tolist()):
+        inputs.check_values()  # says which value it was
+        raise ValueError("repetition_penalty makes a logit overflow float32; pass smaller logits")
+    return verification
+
+
+def key_words(keys: list[Key], places: list[int]) -> Tensor:
+    """[B, 3] int64: both words of a row's key, bit for bit, and its place."""
+    signed = [[word - (1 << 64) * (word >> 63) for word in key] for key in keys]
+    return torch.tensor([[*key, place] for key, place in zip(signed, places, strict=True)])
+
+
+def _launch(inputs: Inputs, words: Tensor) -> tuple[Verification, Tensor]:
+    call: Call = launch_arguments(inputs)
+    batch, width = inputs.uniforms.shape
+    device = inputs.target_logits.device
+    splits, rows, _ = call.grid
+    threshold = None
+    rules = truncation_rules(inputs)
+    if rules.any() and not call.greedy:
+        maxima = torch.empty(batch, rows, splits, device=device)
+        best, sums = torch.empty_like(maxima, dtype=torch.int32), torch.empty_like(maxima)
+        stats_kernel[call.grid](*call.row_args, maxima, best, sums, *call.sizes, **call.blocks)
+        threshold = truncate(call, maxima, sums, rules)
+    # Score, logit, largest logit and its sum of weights; -inf and 0 where nothing is kept.
+    found = torch.empty(4, batch, rows, splits, dtype=torch.float64, device=device)
+    ids = torch.empty(batch, rows, splits, dtype=torch.int32, device=device)
+    verification = Verification(
+        torch.empty(batch, width, dtype=torch.int64, device=device),
+        torch.empty(batch, dtype=torch.int64, device=device),
+        torch.empty(batch, width, device=device),
+        torch.empty(batch, width, device=device),
+    )
+    errors = torch.empty(batch, dtype=torch.int32, device=device)
+    race_kernel[call.grid](
+        *call.row_args, words, threshold, found, ids, *call.sizes, **call.blocks
+    )  # fmt: skip
+    ids_ptr, lengths_ptr, _, temperature_ptr, _ = call.row_args[-5:]
+    finish_kernel[(batch,)](
+        ids_ptr, lengths_ptr, temperature_ptr, found, ids, verification.token_ids,
+        verification.num_accepted, verification.target_logprobs, verification.draft_logprobs,
+        errors, *call.sizes, **call.blocks,
+    )  # fmt: skip
+    return verification, errors
+
+
+@triton.jit
+def philox(block, place, key0, key1):
+    """The four words of Philox 4x64 at counter [block, 0, 0, place], as numpy has them."""
+    c0, c1, c2 = block, block * 0, block * 0
+    c3 = block * 0 + place
+    for _ in tl.static_range(ROUNDS):
+        high0, low0 = tl.umulhi(c0, block * 0 + M0), c0 * M0
+        high1, low1 = tl.umulhi(c2, block * 0 + M1), c2 * M1
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0 += W0
+        key1 += W1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def exponential(word):
+    """-ln(1 - u) of the highest 53 bits; 1 - u is exact."""
+    u = (word >> 11).to(tl.int64).to(tl.float64) * UNIT
+    return -tl.log(1.0 - u)
+
+
+@triton.jit
+def arrivals(split, place, key0, key1, BLOCK: tl.constexpr):
+    """e of the BLOCK tokens of a split, in float64."""
+    first = split.to(tl.int64) * (BLOCK // 4) + 1
+    block = (first + tl.arange(0, BLOCK // 4)).to(tl.uint64)
+    a, b, c, d = philox(block, place, key0, key1)
+    even = tl.interleave(exponential(a), exponential(c))
+    odd = tl.interleave(exponential(b), exponential(d))
+    return tl.interleave(even, odd)
+
+
+@triton.jit
+def race_kernel(
+    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+    counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr,
+    words_ptr, threshold_ptr, found_ptr, best_ptr, V, K, S,
+    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first to arrive among one split of one row; NaN and +inf become a score of NaN."""
+    split, row, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
+    if position >= 0:
+        offsets = split * BLOCK + tl.arange(0, BLOCK)
+        x = row_logits(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets, V, K,
+        )  # fmt: skip
+        bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), axis=0) > 0
+        cell = b * tl.num_programs(1) + row
+        kept = x > -float("inf")
+        temperature = tl.load(temperature_ptr + b).to(tl.float64)
+        if threshold_ptr is not None:
+            lowest = tl.where(temperature == 0, 0, tl.load(threshold_ptr + cell))
+            kept = kept & (order_key(x) >= lowest)
+        z = tl.where(kept, x, 0.0).to(tl.float64)
+        score = z
+        if temperature != 0:
+            key0 = tl.load(words_ptr + 3 * b).to(tl.uint64, bitcast=True)
+            key1 = tl.load(words_ptr + 3 * b + 1).to(tl.uint64, bitcast=True)
+            place = tl.load(words_ptr + 3 * b + 2) + position
+            e = arrivals(split, place.to(tl.uint64), key0, key1, BLOCK)
+            score = z / temperature - tl.log(e)
+        score = tl.where(kept, score, -float("inf"))
+        best = tl.max(score, axis=0)
+        token = tl.min(tl.where(kept & (score == best), offsets, V), axis=0)
+        peak = tl.max(tl.where(kept, z, -float("inf")), axis=0)
+        scale = tl.where(temperature == 0, 1.0, temperature)
+        behind = tl.where(kept, z - peak, 0.0) / scale
+        total = tl.sum(tl.where(kept, tl.exp(behind), 0.0), axis=0)
+        logit = tl.max(tl.where(offsets == token, z, -float("inf")), axis=0)
+        at = cell.to(tl.int64) * S + split
+        stride = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * S
+        tl.store(found_ptr + at, tl.where(bad, float("nan"), best))
+        tl.store(found_ptr + stride + at, logit)
+        tl.store(found_ptr + 2 * stride + at, peak)
+        tl.store(found_ptr + 3 * stride + at, total)
+        tl.store(best_ptr + at, token)
+
+
+@triton.jit
+def finish_kernel(
+    ids_ptr, lengths_ptr, temperature_ptr, found_ptr, best_ptr, tokens_ptr, accepted_ptr,
+    target_logprobs_ptr, draft_logprobs_ptr, errors_ptr, V, K, S,
+    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every position's token, and how far the drafts are they."""
+    b, rows = tl.program_id(0), K + 1
+    i, s = tl.arange(0, POSITIONS), tl.arange(0, SPLITS)
+    length = draft_length(ids_ptr, lengths_ptr, b, K, POSITIONS)
+    drafts = tl.load(ids_ptr + b * K + i, mask=i < length, other=-1)
+    used = i <= length
+    at = (b * rows + i).to(tl.int64)[:, None] * S + s[None, :]
+    mask = used[:, None] & (s < S)[None, :]
+    stride = tl.num_programs(0).to(tl.int64) * rows * S
+    nothing = -float("inf")
+    scores = tl.load(found_ptr + at, mask=mask, other=nothing)
+    broken = tl.max((scores != scores).to(tl.int32), axis=1) > 0
+    best = tl.max(tl.where(scores == scores, scores, nothing), axis=1)
+    ids = tl.load(best_ptr + at, mask=mask, other=0)
+    token = tl.min(tl.where(mask & (scores == best[:, None]), ids, V), axis=1)
+    broken = used & (broken | (best == nothing) | (token >= V))
+    wrong = (i < length) & ((drafts < 0) | (drafts >= V))
+    logits = tl.load(found_ptr + stride + at, mask=mask, other=nothing)
+    logit = tl.max(tl.where(ids == token[:, None], logits, nothing), axis=1)
+    peaks = tl.load(found_ptr + 2 * stride + at, mask=mask, other=nothing)
+    peak = tl.max(peaks, axis=1)
+    totals = tl.load(found_ptr + 3 * stride + at, mask=mask, other=0.0)
+    given = tl.load(temperature_ptr + b).to(tl.float64)
+    temperature = tl.where(given == 0, 1.0, given)
+    alive = totals > 0
+    behind = tl.where(alive, peaks, 0.0) - tl.where(alive, peak[:, None], 0.0)
+    total = tl.sum(totals * tl.exp(behind / temperature), axis=1)
+    logprob = (tl.where(used, logit - peak, 0.0)) / temperature - tl.log(tl.where(used, total, 1.0))
+    logprob = tl.where(given == 0, 0.0, logprob)
+    n = tl.min(tl.where((i < length) & (drafts != token), i, length), axis=0)
+    emitted = i <= n
+    out = b * (K + 1) + i
+    tl.store(tokens_ptr + out, tl.where(emitted, token, -1).to(tl.int64), mask=i <= K)
+    tl.store(accepted_ptr + b, n.to(tl.int64))
+    tl.store(target_logprobs_ptr + out, tl.where(emitted, logprob, 0.0), mask=i <= K)
+    missed = (i == n) & (n < length)
+    tl.store(draft_logprobs_ptr + out, tl.where(missed, nothing, 0.0), mask=i <= K)
+    bad = tl.max((broken | wrong).to(tl.int32), axis=0) > 0
+    bad = bad | (given < 0) | (given == float("inf")) | (given != given)
+    tl.store(errors_ptr + b, bad.to(tl.int32))
