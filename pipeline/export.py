@@ -66,7 +66,7 @@ class Export(Stage):
     def run(self, workspace: Workspace) -> dict[str, Any]:
         pool: Pool = workspace.groups["pool"]
         config: TargetConfig = workspace.groups["target"]
-        target = load_target(config, workspace.runtime, dtype=config.dtype)
+        target = load_target(config, workspace.runtime, whole=True)
         drafters = build_drafters(pool, target, workspace.inputs)
         content = self._describe(pool, config, workspace)
         differences: dict[str, float] = {}
