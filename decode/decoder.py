@@ -16,6 +16,7 @@ from decode.prompts import Prompts, check_prompts, content_ids, read_prompts
 from decode.resolve import resolve_drafters, resolve_policy, resolve_target
 from decode.results import GenerationResult, Metrics, StreamChunk, summarise
 from decode.stopping import Stopper, decode
+from decode.targets.choices import AUTO
 from decode.types import Drafter, Policy, Prior, Request, Router, Sampling, Target
 from decode.verification import select_verifier
 
@@ -59,9 +60,9 @@ class SpeculativeDecoder:
         clock: Clock | None = None,
         tokenizer: Any | None = None,  # None: the target's
         device: str | None = None,
-        dtype: torch.dtype | str | None = None,
-        backend: str = "transformers",  # of a model or a name: native, auto
-        exactness: str = "law",  # bitwise: greedy text to the bit; of the native backend
+        dtype: torch.dtype | str | None = None,  # None: float32 for a name, a model's own
+        backend: str | None = None,  # auto, native, transformers; None: auto for a name
+        exactness: str = AUTO,  # bitwise: greedy text to the bit; of the native backend; or law
         max_rows: int = 16,  # requests decoded side by side; more wait
     ) -> None:
         if coupling not in COUPLINGS:

@@ -13,6 +13,7 @@ import torch
 
 from decode.clock import Clock
 from decode.cost_measurement import quick_costs
+from decode.targets.choices import AUTO, check_choice, fast_dtype
 from decode.types import OFF, Drafter, Policy, Target
 
 log = logging.getLogger(__name__)
@@ -28,37 +29,49 @@ def resolve_target(
     tokenizer: Any | None,
     device: str | None,
     dtype: torch.dtype | str | None,
-    backend: str = "transformers",
-    exactness: str = "law",
+    backend: str | None = None,
+    exactness: str = AUTO,
 ) -> Target:
-    """A Target as it is; a Hugging Face model, a folder or a Hub name through that backend."""
+    """A Target as it is; a Hugging Face model, a folder or a Hub name through that backend.
+
+    Without a backend a name goes through the usual one, and a model, which is the caller's, through
+    its own forward. Without a dtype a name is loaded in float32.
+    """
     if isinstance(target, Target):
         return target
     from decode.targets.backends import make_target
-    from decode.targets.choices import check_choice
     from decode.targets.loading import load_causal_lm, load_tokenizer
 
-    check_choice(backend, exactness)
-
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(kind, torch.dtype):
-        raise ValueError(f"dtype={dtype} is not known; use float32, bfloat16 or float16")
+    check_choice(backend or AUTO, exactness)
     if isinstance(target, str | Path):
         name = str(target)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_causal_lm(name, kind or torch.float32).to(device)
+        model = load_causal_lm(name, _torch_dtype(dtype, device) or torch.float32).to(device)
         tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
-        return make_target(model, tokenizer, name, backend=backend, exactness=exactness, take=True)
+        return make_target(
+            model, tokenizer, name, backend=backend or AUTO, exactness=exactness, take=True
+        )
     if not isinstance(target, torch.nn.Module):
         raise ValueError(
             f"target is a {type(target).__name__}; pass a Target, a Hugging Face model or its name"
         )
+    kind = _torch_dtype(dtype, device or str(next(target.parameters()).device))
     model = target if kind is None and device is None else target.to(device=device, dtype=kind)
     if tokenizer is None and (name := getattr(model.config, "_name_or_path", "")):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name)
-    return make_target(model, tokenizer, backend=backend, exactness=exactness, take=False)
+    kept = backend or "transformers"
+    return make_target(model, tokenizer, backend=kept, exactness=exactness, take=False)
+
+
+def _torch_dtype(dtype: torch.dtype | str | None, device: str) -> torch.dtype | None:
+    """The dtype of that name; "auto" is what the device multiplies fastest."""
+    name = fast_dtype(device) if dtype == AUTO else dtype
+    kind = getattr(torch, name, None) if isinstance(name, str) else name
+    if dtype is not None and not isinstance(kind, torch.dtype):
+        raise ValueError(f"dtype={dtype} is not known; use auto, float32, bfloat16 or float16")
+    return kind
 
 
 def resolve_drafters(drafters: Any, target: Target) -> dict[str, Drafter]:

@@ -40,7 +40,9 @@ def adapter_costs(
     device: str | None = None,
 ) -> dict[str, Any]:
     """One row the base, and two a rank: milliseconds a draft token and megabytes of its own."""
-    target = resolve_target(target, tokenizer=None, device=device, dtype=dtype)
+    target = resolve_target(
+        target, tokenizer=None, device=device, dtype=dtype, backend="transformers"
+    )
     base = resolve_drafter(drafter, target)
     if not isinstance(base, LmDrafter):
         raise ValueError(f"{type(base).__name__} has no layers to adapt; give an lm drafter")

@@ -27,7 +27,7 @@ def command(
     parser.add_argument("target", help=target)
     if drafter is not None:
         parser.add_argument("drafter", help=drafter)
-    parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16")
+    parser.add_argument("--dtype", default=None, help="auto, float32, bfloat16 or float16")
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")
     parser.set_defaults(**defaults)

@@ -41,10 +41,11 @@ def side_by_side(
     temperature: float,
     dtype: str | None = None,
     device: str | None = None,
+    backend: str | None = None,
     make_clock: type[Clock] = SystemClock,
 ) -> dict[str, Any]:
     """One row a method (plain, each K) over all prompts, and under which conditions."""
-    target = resolve_target(target, tokenizer=None, device=device, dtype=dtype)
+    target = resolve_target(target, tokenizer=None, device=device, dtype=dtype, backend=backend)
     drafters = resolve_drafters(drafter, target)
     (name,) = drafters
     law = Sampling(temperature=temperature, seed=0)
@@ -68,6 +69,7 @@ def side_by_side(
     rows = scoreboard(cells, race.methods, Resampling(NUM_RESAMPLES, 0))
     return {
         **conditions(target),
+        "backend": target.backend,
         "temperature": temperature,
         "prompts": {prompts.name: len(asked)},
         "max_new_tokens": max_new_tokens,
@@ -115,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--draft-lengths", type=int, nargs="+", default=[2, 3, 4, 5, 6, 8])
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--backend", default=None, help="auto (as without), native, transformers")
     given = vars(parser.parse_args(arguments))
     out = given.pop("out")
     results = told(side_by_side(given.pop("target"), given.pop("drafter"), **given), out)

@@ -43,7 +43,9 @@ def biases(
     device: str | None = None,
 ) -> dict[str, Any]:
     """Means over all answer tokens: a row a law, loss and k, and under which conditions."""
-    target = resolve_target(target, tokenizer=None, device=device, dtype=dtype)
+    target = resolve_target(
+        target, tokenizer=None, device=device, dtype=dtype, backend="transformers"
+    )
     drafter = resolve_drafter(drafter, target)
     if not isinstance(drafter, NetworkDrafter):
         raise ValueError(f"{type(drafter).__name__} has no logits; give a drafter with a network")

@@ -1,7 +1,7 @@
 """Stage benchmark: figures worth quoting, each with its conditions, beside what others do."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from statistics import median
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from decode import SpeculativeDecoder
 from decode.clock import Clock
+from decode.cost_measurement import quick_costs
 from decode.costs import costs_key
 from decode.policies.named import policy_config
 from decode.targets.transformers import TransformersTarget
@@ -20,6 +21,7 @@ from pipeline.build import build_drafters, drafter_needs, load_target
 from pipeline.chat import load_prompts, prompt_ids
 from pipeline.files import write_json
 from pipeline.manifest import git_state, package_versions
+from pipeline.models import TargetConfig
 from pipeline.profile import read_costs
 from pipeline.progress import console, progress
 from pipeline.runtime import hardware
@@ -27,6 +29,7 @@ from pipeline.stage import Need, Stage, Workspace
 
 POLICIES = ("posterior", "thompson", "ucb1")
 SUITES = ("greedy", "decode", "kernels")
+GREEDY_DTYPE = "float32"  # in bfloat16 transformers itself breaks ties by the width of a pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,8 @@ class Benchmark(Stage):
             )
         if self.suite == "kernels":
             return {}
-        needs = {"data": Need("prepare"), "costs": Need("profile")}
-        return {**needs, **drafter_needs(groups["pool"])}
+        costs = {"costs": Need("profile")} if self.suite == "decode" else {}
+        return {"data": Need("prepare"), **costs, **drafter_needs(groups["pool"])}
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         if self.suite == "kernels":
@@ -70,11 +73,13 @@ class Benchmark(Stage):
         return results["metrics"]
 
     def _conditions(self, workspace: Workspace) -> dict[str, Any]:
-        target = workspace.groups["target"]
+        target = self._target(workspace)
         return {
             "suite": self.suite,
             "target": target.name_or_path,
             "dtype": target.dtype,
+            "backend": target.backend,
+            "exactness": target.exactness,
             "prompts": f"{self.num_prompts} of the test split, domains in turn",
             "max_new_tokens": self.max_new_tokens,
             "num_draft_tokens": self.num_draft_tokens,
@@ -84,13 +89,17 @@ class Benchmark(Stage):
             **git_state(),
         }
 
+    def _target(self, workspace: Workspace) -> TargetConfig:
+        config: TargetConfig = workspace.groups["target"]
+        return replace(config, dtype=GREEDY_DTYPE) if self.suite == "greedy" else config
+
     def _decoding(self, workspace: Workspace) -> dict[str, Any]:
-        target = load_target(workspace.groups["target"], workspace.runtime)
+        target = load_target(self._target(workspace), workspace.runtime)
         drafters = build_drafters(workspace.groups["pool"], target, workspace.inputs)
         rows = _in_turn(load_prompts(workspace.inputs["data"])["test"], self.num_prompts)
         prompts = [prompt_ids(target.tokenizer, row) for row in rows]
         if self.suite == "greedy":
-            return self._greedy(target, drafters, prompts, workspace.inputs["costs"])
+            return self._greedy(target, drafters, prompts, workspace.runtime.make_clock())
         return self._beside_transformers(target, drafters, prompts, workspace)
 
     def _greedy(
@@ -98,9 +107,9 @@ class Benchmark(Stage):
         target: TransformersTarget,
         drafters: Mapping[str, Drafter],
         prompts: Sequence[Sequence[int]],
-        costs_folder: Path,
+        clock: Clock,
     ) -> dict[str, Any]:
-        costs = read_costs(costs_folder, costs_key(target))
+        costs = quick_costs(target, drafters, clock)  # a profile is of the target's own dtype
         policies = {name: policy_config(name) for name in POLICIES}
         ways = greedy_ways(target, drafters, policies, costs, self.num_draft_tokens)
         with progress("benchmark: greedy equality", len(ways) + 1, "ways") as meter:

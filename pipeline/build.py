@@ -1,7 +1,7 @@
 """Targets and drafters for the stages that use them, and the artifacts they come from."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter
 from drafters.base import BuildContext, target_parts
 from pipeline.config import TRAINERS, Pool, PoolEntry
-from pipeline.models import DTYPES, TargetConfig, resolve_target
+from pipeline.models import TargetConfig
 from pipeline.runtime import Runtime
 from pipeline.stage import Need
 
@@ -27,36 +27,26 @@ class NamedEntry:
 
 
 def load_target(
-    config: TargetConfig, runtime: Runtime, dtype: str | None = None
+    config: TargetConfig, runtime: Runtime, *, dtype: str | None = None, whole: bool = False
 ) -> TransformersTarget:
     """The target on the runtime's device, in the config's dtype unless another is named.
 
-    `dtype` "auto" is bfloat16 where the hardware multiplies it, else float32.
+    `whole`: through transformers, for work with its modules; a native target would hold its weights
+    twice there.
     """
-    device = runtime.resolved_device()
-    name = config.dtype if dtype is None else fast_dtype(device) if dtype == "auto" else dtype
-    if name not in DTYPES:
-        raise ValueError(f"dtype={name} is not known; use auto, {', '.join(DTYPES)}")
-    folder = resolve_target(config)
-    remote = config.trust_remote_code
-    model = load_causal_lm(str(folder), getattr(torch, name), remote)
-    tokenizer = load_tokenizer(str(folder), remote)
+    config = config if dtype is None else replace(config, dtype=dtype)
+    config = replace(config, backend="transformers", exactness="law") if whole else config
+    config = config.resolved(runtime)
+    folder, remote = str(config.resolve()), config.trust_remote_code
+    model = load_causal_lm(folder, getattr(torch, config.dtype), remote)
     return make_target(
-        model.to(device),
-        tokenizer,
+        model.to(runtime.resolved_device()),
+        load_tokenizer(folder, remote),
         config.name_or_path,
         backend=config.backend,
         exactness=config.exactness,
         take=True,
     )
-
-
-def fast_dtype(device: str) -> str:
-    """The dtype in which this hardware multiplies fastest and with float32's range."""
-    if device.startswith("cuda"):
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
-    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if capable else "float32"
 
 
 def select_entry(pool: Pool, name: str | None, stage: str) -> NamedEntry:

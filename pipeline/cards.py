@@ -162,7 +162,7 @@ def export_card(content: Mapping[str, Any], license_name: str, acceptance: str) 
 # A decoder for {_short_name(content["target"])}
 
 Drafters, a router and measured costs. The target's weights are not here: they are found by name,
-or given as a folder.
+or given as a folder. {_choices(content["target"])}
 
 ```python
 from pipeline import load_decoder
@@ -176,6 +176,15 @@ print(decoder.generate("Why is the sky blue?", max_new_tokens=64).texts[0])
 ## Measured
 {acceptance}
 """
+
+
+def _choices(target: Mapping[str, Any]) -> str:
+    """What the target was measured with, and is opened with again."""
+    return (
+        f"`load_decoder` opens the target as it was evaluated: dtype {target['dtype']}, backend\n"
+        f"{target['backend']} (on another kind of device the usual one there), exactness "
+        f"{target['exactness']}."
+    )
 
 
 def acceptance_table(rows: Sequence[Sequence[Any]], split: str, num_prompts: int) -> str:

@@ -110,7 +110,7 @@ class Decode(Stage):
             named,
             self.policy,
             device=device,
-            backend=self.backend or "transformers",
+            backend=self.backend,
             clock=clock,
         )
 

@@ -4,6 +4,7 @@ decoder.json, which `load_decoder` reads (paths are relative to the folder):
 
     {"schema_version": 1,
      "target": {"name_or_path", "revision", "wheel", "wheel_sha256", "dtype", "trust_remote_code",
+                "backend", "exactness",                                  as evaluated, never "auto"
                 "digest": {"weights", "config", "tokenizer", "chat_template", "code"}},
      "drafters": {name: {"kind": dotted config class, "config": {its fields},
                          "folder": "drafters/<name>/own" | null,         for kind.build(weights=...)
@@ -66,7 +67,7 @@ class Export(Stage):
     def run(self, workspace: Workspace) -> dict[str, Any]:
         pool: Pool = workspace.groups["pool"]
         config: TargetConfig = workspace.groups["target"]
-        target = load_target(config, workspace.runtime, dtype=config.dtype)
+        target = load_target(config, workspace.runtime, whole=True)
         drafters = build_drafters(pool, target, workspace.inputs)
         content = self._describe(pool, config, workspace)
         differences: dict[str, float] = {}

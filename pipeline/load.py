@@ -13,6 +13,7 @@ from decode.clock import Clock, SystemClock
 from decode.cost_measurement import quick_costs
 from decode.costs import Costs, costs_key
 from decode.targets.backends import make_target
+from decode.targets.choices import AUTO, usual_backend
 from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter, Policy
@@ -30,7 +31,7 @@ def load_decoder(
     device: str | None = None,  # None: a GPU where there is one
     dtype: torch.dtype | None = None,  # None: the exported one
     backend: str | None = None,  # auto, native or transformers; None: the exported one
-    exactness: str | None = None,  # bitwise or law; None: the exported one
+    exactness: str | None = None,  # auto, bitwise or law; None: the exported one
     clock: Clock | None = None,
 ) -> SpeculativeDecoder:
     """The decoder that stage=export wrote: its target, drafters, router, policy and costs.
@@ -42,13 +43,15 @@ def load_decoder(
     content = read_export(folder)
     described = {**UNCHOSEN, **content["target"]}
     name, remote = str(find_target(described, target)), described["trust_remote_code"]
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind, promise = (backend, AUTO) if backend else exported_choice(described, device)
     model = load_causal_lm(name, dtype or getattr(torch, described["dtype"]), remote)
     opened = make_target(
-        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        model.to(device),
         load_tokenizer(name, remote),
         name,
-        backend=backend or described["backend"],
-        exactness=exactness or (described["exactness"] if backend is None else "law"),
+        backend=kind,
+        exactness=exactness or promise,
         take=True,
     )
     drafters = load_drafters(folder, content["drafters"], opened)
@@ -56,6 +59,16 @@ def load_decoder(
         policy = load_policy(folder, content, opened, drafters, clock)
     router = open_router(folder, content, opened.device)
     return SpeculativeDecoder(opened, drafters, policy, router, clock=clock)
+
+
+def exported_choice(described: Mapping[str, Any], device: str) -> tuple[str, str]:
+    """Backend and exactness as exported; "auto" where the export was made on a CPU, and this is
+    none.
+    """
+    if described["backend"] == "native" and usual_backend(device) != "native":
+        log.info("the export decodes through the native backend on a CPU; on %s: auto", device)
+        return AUTO, AUTO
+    return described["backend"], described["exactness"]
 
 
 def load_drafters(

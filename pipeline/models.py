@@ -13,13 +13,22 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from decode.targets.choices import check_choice
+from decode.targets.choices import (
+    AUTO,
+    check_choice,
+    fast_dtype,
+    native_obstacle,
+    usual_backend,
+    usual_exactness,
+    warn_of_transformers,
+)
 from pipeline.digests import model_identity
 from pipeline.folders import check_folder
+from pipeline.runtime import Runtime
 from pipeline.wheels import fetch_wheel, wheel_folder
 
 log = logging.getLogger(__name__)
@@ -69,21 +78,45 @@ class Source:
 class TargetConfig(Source):
     """The model whose law is kept."""
 
-    dtype: str  # "float32", "bfloat16" or "float16": what it computes in
+    dtype: str  # "auto", "float32", "bfloat16" or "float16": what it computes in
     trust_remote_code: bool  # run Python that comes with the model
     backend: str  # "auto", "native" or "transformers": whose forward
-    exactness: str  # "bitwise" (native only) or "law": what greedy text is held to
+    exactness: str  # "auto", "bitwise" (native only) or "law": what greedy text is held to
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in DTYPES:
-            raise ValueError(f"target.dtype={self.dtype} is not known; use {', '.join(DTYPES)}")
+        if self.dtype not in (AUTO, *DTYPES):
+            raise ValueError(
+                f"target.dtype={self.dtype} is not known; use {', '.join((AUTO, *DTYPES))}"
+            )
         check_choice(self.backend, self.exactness)
 
     def resolve(self) -> Path:
         return resolve(self, trust_remote_code=self.trust_remote_code)
 
+    def resolved(self, runtime: Runtime) -> "TargetConfig":
+        """The same with what "auto" stands for on this machine and for this model.
+
+        dtype: bfloat16 where the hardware multiplies it, else float32. backend: native on a CPU for
+        a model that it knows, else transformers. exactness: the most that the backend promises.
+        """
+        device = runtime.resolved_device()
+        dtype = fast_dtype(device) if self.dtype == AUTO else self.dtype
+        backend = usual_backend(device) if self.backend == AUTO else self.backend
+        if backend == "native" and (obstacle := self._native_obstacle()):
+            backend = "transformers"
+            warn_of_transformers(self.name_or_path, obstacle)
+        exactness = usual_exactness(backend) if self.exactness == AUTO else self.exactness
+        return replace(self, dtype=dtype, backend=backend, exactness=exactness)
+
+    def _native_obstacle(self) -> str | None:
+        config = json.loads((self.resolve() / "config.json").read_text(encoding="utf-8"))
+        if self.trust_remote_code and config.get("auto_map"):
+            return "it brings code of its own"
+        return native_obstacle(config)
+
     def identity(self) -> dict[str, Any]:
+        assert AUTO not in (self.dtype, self.backend, self.exactness), "resolved() comes first"
         known = {**super().identity(), "dtype": self.dtype}
         if self.backend == "transformers":
             return known  # as before there was a choice, so that its artifacts keep their names

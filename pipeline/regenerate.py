@@ -8,16 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from decode.targets.choices import fast_dtype
 from decode.targets.transformers import TransformersTarget
 from decode.types import Sampling
 from pipeline.answering import Row, answer_shards, cut, speed, summary
 from pipeline.answers import AnswerWriter
 from pipeline.benches import BenchData
-from pipeline.build import fast_dtype, load_target
+from pipeline.build import load_target
 from pipeline.chat import load_prompts, prompt_ids
 from pipeline.generation import Generates, Generator, Job
 from pipeline.launch import launch, meet, rank_and_size, sole_writer
 from pipeline.lint import lint_answers, lint_prompts
+from pipeline.models import TargetConfig
 from pipeline.runtime import Runtime
 from pipeline.stage import Need, Stage, Workspace
 from pipeline.turns import completed, num_awaited
@@ -91,7 +93,8 @@ class Regenerate(Stage):
     def answer(self, workspace: Workspace) -> dict[str, Any]:
         """The work of one process of those that answer together; the first tells of all of it."""
         with sole_writer(workspace.out, workspace.runtime):
-            target = load_target(workspace.groups["target"], workspace.runtime, dtype=self.dtype)
+            config: TargetConfig = workspace.groups["target"]
+            target = load_target(config, workspace.runtime, dtype=self.dtype, whole=True)
             prompts = workspace.inputs["prompts"]
             rows = list(self.rows(prompts, target, workspace.seed))
             self._check(rows, target)

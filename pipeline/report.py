@@ -56,7 +56,8 @@ def wall_table(results: Results) -> Table:
     """The measured methods over all test prompts, for the terminal."""
     conditions = results["conditions"]
     where = machine(conditions)
-    table = Table(title=f"{conditions['target']} ({conditions['dtype']}) on {where}")
+    how = f"{conditions['dtype']}, {conditions['backend']}"
+    table = Table(title=f"{conditions['target']} ({how}) on {where}")
     columns = ("temperature", *SHORT, "draft ms", "verify ms", "steps off")
     for name in columns:
         table.add_column(name, justify="left" if name in ("temperature", "method") else "right")

@@ -46,7 +46,7 @@ class Rounds:
 
         self.settings, self.workspace, self.out = settings, workspace, workspace.out
         self.entries: Mapping[str, NamedEntry] = workspace.groups["members"]
-        self.target = load_target(workspace.groups["target"], workspace.runtime)
+        self.target = load_target(workspace.groups["target"], workspace.runtime, whole=True)
         self.team = Team(workspace.runtime.resolved_device(), workspace.runtime.sharding)
         self.members = {name: self._start(name) for name in self.entries}
         first = next(iter(self.members.values()))

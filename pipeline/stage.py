@@ -129,6 +129,7 @@ class Pipeline:
     force: bool = False
     on_start: Callable[[Artifact], None] = lambda artifact: None
     on_finish: Callable[[Artifact], None] = lambda artifact: None
+    _resolved: dict[Any, Any] = field(default_factory=dict)
 
     def run(self, name: str) -> Path:
         """The finished artifact of the stage, built now if it is not there yet.
@@ -151,7 +152,7 @@ class Pipeline:
             "stage": name,
             "format_version": stage.format_version,
             "settings": describe(stage),
-            "groups": {group: describe(groups[group]) for group in stage.reads},
+            "groups": {name: describe(group) for name, group in self._read(stage, groups).items()},
             "inputs": inputs,
             "seed": self.seed,
         }
@@ -160,6 +161,19 @@ class Pipeline:
         identity = json.loads(json.dumps(identity, sort_keys=True))  # as it will be read back
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         return Artifact(name, identity, self.root / name / digest)
+
+    def _read(self, stage: Stage, groups: Mapping[str, Any]) -> dict[str, Any]:
+        """The groups that a stage reads, with what "auto" stands for on this machine.
+
+        Found when the first stage asks, not before: it may have to fetch the model.
+        """
+        read = {name: groups[name] for name in stage.reads}
+        for name, group in read.items():
+            if hasattr(group, "resolved"):
+                if group not in self._resolved:
+                    self._resolved[group] = group.resolved(self.runtime)
+                read[name] = self._resolved[group]
+        return read
 
     def _run(self, name: str, groups: Mapping[str, Any], plan: Plan, *, asked_for: bool) -> Path:
         artifact = self.locate(name, groups)
@@ -202,7 +216,7 @@ class Pipeline:
         out.mkdir(parents=True, exist_ok=True)
         self.on_start(artifact)
         started = time.time()
-        read = {group: groups[group] for group in stage.reads}
+        read = self._read(stage, groups)
         try:
             metrics = stage.run(Workspace(read, inputs, out, self.seed, self.runtime))
             finish(out, artifact.identity, metrics, started)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from decode.targets.choices import fast_dtype
 from decode.targets.transformers import TransformersTarget
 from decode.types import MAX_DRAFT_TOKENS
 from drafters.base import BuildContext, target_parts
@@ -17,7 +18,7 @@ from drafters.network_drafter import NetworkDrafter
 from drafters.training import AnswerLike, Batch
 from drafters.vocabulary import choose_draft_ids, count_tokens, special_ids
 from pipeline.answers import Answers
-from pipeline.build import NamedEntry, build_drafters, fast_dtype, load_target, parent_need
+from pipeline.build import NamedEntry, build_drafters, load_target, parent_need
 from pipeline.config import Pool, PoolEntry, changed
 from pipeline.launch import launch, sole_writer
 from pipeline.lint import Linter
@@ -210,7 +211,7 @@ class TrainDrafter(Stage):
                 clean_up(workspace.out)
                 return {**metrics, **read_lint(workspace.out)}
             named: NamedEntry = workspace.groups["entry"]
-            target = load_target(workspace.groups["target"], workspace.runtime)
+            target = load_target(workspace.groups["target"], workspace.runtime, whole=True)
             drafter = start_drafter(named, target, workspace)
             linter = self.linter(workspace, target, drafter)
             rows = self.gather(linter.passing(self.rows(workspace, target)), named.name)

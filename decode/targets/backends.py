@@ -1,14 +1,17 @@
 """One place that says which backend computes a loaded model."""
 
-import logging
 from typing import Any
 
 from decode.native.architecture import UnsupportedModelError
 from decode.native.target import NativeTarget
-from decode.targets.choices import check_choice
+from decode.targets.choices import (
+    AUTO,
+    check_choice,
+    usual_backend,
+    usual_exactness,
+    warn_of_transformers,
+)
 from decode.targets.transformers import TransformersTarget
-
-log = logging.getLogger(__name__)
 
 
 def make_target(
@@ -22,17 +25,19 @@ def make_target(
 ) -> Any:
     """A TransformersTarget or a NativeTarget over a transformers model.
 
-    "auto" is native on the CPU. A model that the native backend does not know goes through
-    transformers, which a warning says. Typed Any, since stages name the former and use what both
-    have.
+    Backend "auto" is native on the CPU; exactness "auto" is the most that the backend promises. A
+    model that the native backend does not know goes through transformers, which a warning says,
+    unless exactness "bitwise" was asked for: then ValueError. Typed Any, since stages name the
+    former and use what both have.
     """
+    if backend == AUTO:
+        backend = usual_backend(model.device.type)
     check_choice(backend, exactness)
-    if backend == "auto" and model.device.type != "cpu":
-        backend = "transformers"
     if backend != "transformers":
+        kept = usual_exactness(backend) if exactness == AUTO else exactness
         try:
-            return NativeTarget(model, tokenizer, name_or_path, take=take, exactness=exactness)
+            return NativeTarget(model, tokenizer, name_or_path, take=take, exactness=kept)
         except UnsupportedModelError as error:
-            name = name_or_path or type(model).__name__
-            log.warning("%s goes through the transformers backend: %s", name, error)
+            warn_of_transformers(name_or_path or type(model).__name__, error)
+            check_choice("transformers", exactness)
     return TransformersTarget(model, tokenizer, name_or_path)

@@ -5,13 +5,14 @@ were a Llama; a fallback that is silent, or said twice; a choice that is ignored
 """
 
 import copy
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from native_models import VOCAB_SIZE, build, family, ids, logits, relative
+from native_models import FAMILIES, VOCAB_SIZE, build, family, ids, logits, relative
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -25,7 +26,7 @@ from decode.native.products import blocked_is_possible
 from decode.native.target import NativeTarget
 from decode.resolve import resolve_target
 from decode.targets.backends import make_target
-from decode.targets.choices import check_choice
+from decode.targets.choices import check_choice, fast_dtype, native_obstacle
 from decode.targets.loading import load_causal_lm
 from decode.targets.transformers import TransformersTarget
 
@@ -141,16 +142,28 @@ def test_another_model_is_refused_untouched_and_goes_through_transformers(
 ) -> None:
     kind, changes, reason = REFUSED[case]
     model = build(kind, **changes)
+    name = type(model).__name__
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(UnsupportedModelError, match=reason):
         native(model, take=True)
     with caplog.at_level(logging.WARNING):
-        made = make_target(model, None, backend="native", exactness="bitwise", take=True)
+        made = make_target(model, None, backend="native", exactness="auto", take=True)
     assert isinstance(made, TransformersTarget)
     assert len(caplog.messages) == 1
     assert "goes through the transformers backend" in caplog.messages[0]
     assert reason in caplog.messages[0]
+    assert reason in (native_obstacle(model.config.to_dict() | {"architectures": [name]}) or "")
+    with pytest.raises(ValueError, match="exactness=bitwise is not to be had of transformers"):
+        make_target(model, None, backend="native", exactness="bitwise", take=True)
     assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_of_the_family_is_known_by_its_saved_config(name: str, tmp_path: Path) -> None:
+    family(name).config.save_pretrained(tmp_path)
+    config = {**json.loads((tmp_path / "config.json").read_text())}
+    config["architectures"] = [f"{FAMILIES[name][0]}ForCausalLM"]  # a model's own saving adds it
+    assert native_obstacle(config) is None
 
 
 def test_wrapped_matrices_and_part_of_a_head_turned_are_refused() -> None:
@@ -175,7 +188,7 @@ def test_wrapped_matrices_and_part_of_a_head_turned_are_refused() -> None:
 def test_choices_are_one_sentence() -> None:
     for backend, exactness, told in (
         ("fast", "law", "backend=fast is not known; use auto, native, transformers"),
-        ("native", "nearly", "exactness=nearly is not known; use bitwise or law"),
+        ("native", "nearly", "exactness=nearly is not known; use auto, bitwise or law"),
         ("transformers", "bitwise", "use backend=native"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -197,9 +210,28 @@ def test_a_name_and_a_model_go_through_the_backend_asked_for(
     decoder = SpeculativeDecoder(tmp_path, backend=backend, device="cpu")
     assert type(decoder.target) is kind
     assert decoder.target.tokenizer is not None  # type: ignore[attr-defined]
+    assert getattr(decoder.target, "exactness", "law") == (
+        "bitwise" if kind is NativeTarget else "law"
+    )
     given = resolve_target(
         family("llama"), tokenizer=tokenizer, device=None, dtype="bfloat16", backend=backend
     )
     assert type(given) is kind
     assert given.tokenizer is tokenizer  # type: ignore[attr-defined]
     assert decoder.generate([[1, 2, 3]], 4).metrics[0].backend == decoder.target.backend
+
+
+def test_without_a_choice_a_name_is_fast_and_a_given_model_left_alone(tmp_path: Path) -> None:
+    model = family("llama")
+    model.save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    named: Any = SpeculativeDecoder(tmp_path, device="cpu").target
+    assert (named.backend, named.exactness, named.dtype) == ("native", "bitwise", torch.float32)
+    before = [p.data_ptr() for p in model.parameters()]
+    given: Any = SpeculativeDecoder(model, tokenizer=word_tokenizer()).target
+    assert isinstance(given, TransformersTarget)
+    assert [p.data_ptr() for p in model.parameters()] == before
+    fast: Any = SpeculativeDecoder(tmp_path, device="cpu", dtype="auto").target
+    assert fast.dtype == getattr(torch, fast_dtype("cpu"))
+    with pytest.raises(ValueError, match="dtype=float3 is not known; use auto, float32"):
+        SpeculativeDecoder(tmp_path, dtype="float3")

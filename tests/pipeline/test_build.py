@@ -14,6 +14,7 @@ import torch
 from tiny import tiny_target_folder
 from workspace import RUNTIME, tiny_config
 
+from decode.targets.choices import fast_dtype
 from decode.types import Drafter
 from drafters.base import BuildContext, target_parts
 from drafters.composite import CompositeConfig
@@ -25,7 +26,6 @@ from pipeline.build import (
     build_drafters,
     build_order,
     drafter_needs,
-    fast_dtype,
     load_target,
     parent_need,
     select_entry,

@@ -420,6 +420,12 @@ def test_the_report_stands_alone_and_says_what_to_deploy(
     }
 
 
+def test_the_conditions_say_how_the_target_was_computed(done: tuple[Path, dict[str, Any]]) -> None:
+    names = ("dtype", "backend", "exactness", "width_dependence")
+    found = [done[1]["conditions"][name] for name in names]
+    assert found == ["float32", "transformers", "law", None]
+
+
 def test_samples_are_the_targets_text_and_agree_with_replay(
     built: Any, done: tuple[Path, dict[str, Any]]
 ) -> None:

@@ -304,6 +304,9 @@ def test_cards_hold_front_matter_figures_and_no_private_path(exported: Any, worl
     adapter = (folder / "drafters/special/README.md").read_text()
     assert "PEFT adapter of rank 2" in adapter
     assert "whole model of `small`" in " ".join(adapter.split())
+    whole = " ".join((folder / "README.md").read_text().split())
+    assert "as it was evaluated: dtype float32, backend transformers (" in whole
+    assert "exactness law." in whole
     card = (folder / "drafters/cut/README.md").read_text()
     assert '"learning_rate": 0.5' in card
     assert "| cut | 0.000 | code |" in card

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_export import copy, exported, world  # noqa: F401 (fixtures)
 
 from decode import Sampling, SpeculativeDecoder
@@ -21,6 +22,7 @@ from decode.clock import VirtualClock
 from decode.resolve import policy_config
 from pipeline import load_decoder
 from pipeline.build import build_drafters, load_target
+from pipeline.load import exported_choice
 from pipeline.runtime import Runtime
 
 PROMPTS = [list(range(5, 30)) + list(range(5, 20)), [9, 60, 33]]
@@ -82,6 +84,23 @@ def test_the_backend_may_be_another_and_the_text_stays(copy: Path) -> None:  # n
     assert description["target"].pop("exactness") == "law"
     (copy / "decoder.json").write_text(json.dumps(description))
     assert load_decoder(copy, policy="off").target.backend == "transformers"
+
+
+def test_what_was_exported_is_opened_again(copy: Path) -> None:  # noqa: F811
+    """As evaluate measured it; on another kind of device what is usual there."""
+    description = json.loads((copy / "decoder.json").read_text())
+    chosen = {"dtype": "bfloat16", "backend": "native", "exactness": "bitwise"}
+    description["target"] |= chosen
+    (copy / "decoder.json").write_text(json.dumps(description))
+    target: Any = load_decoder(copy, policy="off", device="cpu").target
+    assert (target.dtype, target.backend, target.exactness) == (torch.bfloat16, "native", "bitwise")
+    other: Any = load_decoder(copy, policy="off", device="cpu", dtype=torch.float32).target
+    assert (other.dtype, other.backend, other.exactness) == (torch.float32, "native", "bitwise")
+    assert load_decoder(copy, policy="off", backend="transformers").target.backend == "transformers"
+    assert exported_choice(chosen, "cpu") == ("native", "bitwise")
+    assert exported_choice(chosen, "cuda:1") == ("auto", "auto")
+    law = {"backend": "transformers", "exactness": "law"}
+    assert exported_choice(law, "cuda") == exported_choice(law, "cpu") == ("transformers", "law")
 
 
 def test_the_policy_may_be_another(copy: Path) -> None:  # noqa: F811

@@ -28,12 +28,12 @@ from tiny import EOS, VOCAB_SIZE, tiny_model, tiny_target_folder
 from workspace import prompt, tiny_config, workspace, write_prompts
 
 from decode.sampling import law_of
+from decode.targets.choices import fast_dtype
 from decode.types import Sampling
 from kernels.reference import processed_probs
 from pipeline import answering, regenerate
 from pipeline.answering import speed
 from pipeline.answers import INDEX, Answers, AnswerWriter
-from pipeline.build import fast_dtype
 from pipeline.generation import Generator, Job, Trace
 from pipeline.launch import WorkerError, sole_writer
 from pipeline.regenerate import Regenerate, balanced

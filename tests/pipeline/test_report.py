@@ -118,6 +118,7 @@ def results(greedy: dict[str, Any], sampled: dict[str, Any]) -> dict[str, Any]:
             "device": "cpu",
             "target": "small<model>",
             "dtype": "float32",
+            "backend": "native",
             "pool": ["ngram", "code"],
             "temperatures": {"greedy": 0.0, "sampled": 0.8},
             "command": "python -m pipeline stage=evaluate",

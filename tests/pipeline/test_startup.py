@@ -1,12 +1,14 @@
 """The menu and a typing error come at once: what takes a second to import waits until it is used.
 
-Would catch: an import at the top of a module that every stage's class comes with.
+Would catch: an import at the top of a module that every stage's class comes with; a model's library
+that is loaded to tell what "auto" stands for.
 """
 
 import subprocess
 import sys
 
 import pytest
+from test_target_choice import KNOWN, config
 
 HEAVY = ("transformers", "accelerate", "pandas", "datasets", "matplotlib", "wandb", "peft")
 PROGRAM = """
@@ -18,11 +20,17 @@ sys.exit(f"imported {held}" if held else code)
 """
 
 
-@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["stage=prepar"], 2)])
+@pytest.mark.parametrize(
+    ("arguments", "code"), [([], 0), (["stage=prepar"], 2), (["target=local"], 0)]
+)
 def test_nothing_heavy_is_imported_to_answer_at_once(tmp_path, monkeypatch, arguments, code):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if "target=local" in arguments:  # a model that is there
+        folder = config(tmp_path / "model", KNOWN).resolve()
+        arguments = [*arguments, f"target.name_or_path={folder}"]
     command = [sys.executable, "-c", PROGRAM, ",".join(HEAVY), *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
+    assert ("missing" in done.stdout) == (code == 0)
