@@ -89,17 +89,14 @@ def make_span(
     num_queries = (end - first) * architecture.group_size
     if pinned:
         num_queries = _round_up(num_queries, QUERY_BLOCK)
-    query = torch.arange(length + first, length + end, device=like.device)
-    query = query.repeat_interleave(architecture.group_size)
-    # Padded queries see what the first one sees, so that none sees nothing.
-    query = F.pad(query, (0, num_queries - len(query)), value=length + first)
+    masks: dict[int | None, Tensor | None] = dict.fromkeys(architecture.windows)
     alone = not pinned and end - first == 1
-    masks = {
-        window: None
-        if alone and (window is None or num_keys <= window)
-        else _mask(query, num_keys, window, like)
-        for window in set(architecture.windows)
-    }
+    if not alone or any(window is not None and num_keys > window for window in masks):
+        query = torch.arange(length + first, length + end, device=like.device)
+        query = query.repeat_interleave(architecture.group_size)
+        # Padded queries see what the first one sees, so that none sees nothing.
+        query = F.pad(query, (0, num_queries - len(query)), value=length + first)
+        masks = {window: _mask(query, num_keys, window, like) for window in masks}
     shape = (architecture.num_kv_heads, 1, num_queries, architecture.head_dim)
     return Span(first, end, num_keys, masks, like.new_zeros(shape))
 
