@@ -84,7 +84,8 @@ class RowSampler:
         seen = None if self._seen is None else self._seen.to(row.device)
         ids = possible_ids(row)
         if ids is not None:  # the law of these alone: the others' mass is zero, whatever is asked
-            row, seen = row[ids], None if seen is None else seen[ids]
+            row = row.index_select(0, ids)
+            seen = None if seen is None else seen.index_select(0, ids)
         seen = None if seen is None else seen[None]
         probs = processed_probs(row[None], *law_of((self._sampling,)), seen)
         uniform = 0.5 if self.greedy else self._uniform(len(self.drawn))  # one-hot: needs no chance
