@@ -99,14 +99,12 @@ class NativeRow:
     def __init__(self, forward: Forward) -> None:
         norm = forward.weights.norm
         self._forward = forward
-        # In inference mode, whatever the caller's, so that steps in either mode may follow.
-        with torch.inference_mode():
-            self._row = CacheRow(forward.architecture, norm.dtype, norm.device)
+        self._row = CacheRow(forward.architecture, norm.dtype, norm.device)
 
     def forget(self, num_tokens: int) -> None:
         self._row.length -= num_tokens
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # whatever the caller's mode: it may change from step to step
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         last = max(0, len(token_ids) - PREFILL_CHUNK)
         for first in range(0, last, PREFILL_CHUNK):

@@ -112,7 +112,7 @@ def test_ids_without_mass_change_no_draw(sampling: Sampling) -> None:
     logits = torch.full((4 * V,), -torch.inf)
     ids = torch.randperm(4 * V, generator=generator)[:V].sort().values
     logits[ids] = torch.randn(V, generator=generator).mul(4).round() / 4
-    prompt = ids[[1, 1, 5]].tolist()
+    prompt = ids[[9, 9, 6]].tolist()  # the likeliest: a penalty moves the law
     law = slow_law(logits, sampling, prompt)
     assert 1 < sum(p > 0 for p in law) <= V
     edges = torch.tensor([0.0, *law], dtype=torch.float64).cumsum(0).tolist()
