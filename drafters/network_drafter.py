@@ -29,7 +29,7 @@ class NetworkDrafter(ABC):
 
     kind: ClassVar[str]  # its name in drafter.json and in what it proposes
     num_parameters: int
-    memory_bytes: int  # with the copies that it drafts with, once it has drafted
+    memory_bytes: int
 
     def __init__(self, network: DraftNetwork, parts: TargetParts) -> None:
         self.parts = parts
@@ -75,7 +75,6 @@ class NetworkDrafter(ABC):
         if self._reader is None or not self._reads_the_same():
             self._reader = make_reader(self.trainable, self.parts, self.backend)
             self._reads = self.backend, self.trainable, Watched(self.trainable)
-            self._measure()
         return self._reader
 
     def widen(self, logits: Tensor) -> Tensor:  # [..., C] -> [..., V] float32
@@ -134,5 +133,4 @@ class NetworkDrafter(ABC):
     def _measure(self) -> None:
         own = list(self._own())
         self.num_parameters = sum(tensor.numel() for tensor in own)
-        copied = 0 if self._reader is None else self._reader.copied_bytes
-        self.memory_bytes = copied + sum(t.numel() * t.element_size() for t in own)
+        self.memory_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)

@@ -1,16 +1,16 @@
 """What an LM drafter's sessions read tokens with: transformers' modules, or our own forward.
 
 Our own forward (decode/native) knows cuts of the Llama family. It works on copies of the network's
-matrices, laid out as the processor likes them, so what a drafter owns is there twice while it
-drafts on a CPU: the modules keep theirs, since training, scores and files use those at any time.
+matrices, laid out as the processor likes them, so what a drafter owns is there twice once it has
+drafted on a CPU: the modules keep theirs, since training, scores and files use those at any time.
 What it shares with the target is not copied: the embedding is the target's, and so is a whole head,
 in the layout that a native target has made of it.
 """
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class Reader(Protocol):
     """A network as sessions use it."""
 
     name: str  # "native" or "transformers"
-    copied_bytes: int  # of weights that it holds beside the network's own
+    copied_bytes: int  # of weights beside the network's own; drafters on one base share some
 
     def open(self) -> RowReader:
         """A fresh row."""
@@ -78,14 +78,13 @@ class NativeReader:
         trunk = network.trunk
         norm = trunk.norm.weight.detach()
         rope = RopeTable(trunk.rotary_emb, architecture.head_dim, norm.dtype)
-        copy = partial(Blocked, let_go=False)
-        layers = [take_layer(layer, copy) for layer in trunk.layers]
-        copied = [product for layer in layers for product in layer.products]
+        layers = [take_layer(layer, laid_out) for layer in trunk.layers]
+        copies = [product for layer in layers for product in layer.products]
         head = shared_head(network, parts)
         if head is None:
-            head = copy([bare_linear(network.head_weight().detach())])
-            copied.append(head)
-        self.copied_bytes = sum(p.weight.numel() * p.weight.element_size() for p in copied)
+            head = laid_out([bare_linear(network.head_weight().detach())])
+            copies.append(head)
+        self.copied_bytes = sum(p.weight.numel() * p.weight.element_size() for p in copies)
         weights = Weights(network.embedding_weight(), layers, norm, head)
         self._forward = Forward(architecture, weights, rope, pinned=False)
 
@@ -172,6 +171,33 @@ def _stamp(tensor: Tensor | None) -> tuple[int, int] | None:
     if tensor is None:
         return None
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+class Copy(Blocked):
+    """A product over a copy; holds on to what it was copied from, so that no other tensor can take
+    that place in memory and be mistaken for it.
+    """
+
+    def __init__(self, modules: Sequence[nn.Linear]) -> None:
+        super().__init__(modules, let_go=False)
+        biases = [module.bias for module in modules if module.bias is not None]
+        self.sources = [tensor.detach() for tensor in [*(m.weight for m in modules), *biases]]
+
+
+_copies: WeakValueDictionary[tuple[Any, ...], Copy] = WeakValueDictionary()
+
+
+def laid_out(modules: Sequence[nn.Linear]) -> Copy:
+    """The product of these modules as they are now; one for all whose weights are the same memory,
+    as those of a base and of what is merged on it.
+    """
+    tensors = [t for module in modules for t in (module.weight, module.bias)]
+    key = tuple(t is not None and (_stamp(t), t.shape, t.dtype) for t in tensors)
+    found = _copies.get(key)
+    if found is None:
+        found = Copy(modules)
+        _copies[key] = found
+    return found
 
 
 def shared_head(network: CutNetwork, parts: TargetParts) -> Product | None:
