@@ -31,8 +31,8 @@ class LmSession:
 
     def __init__(self, drafter: LmParts) -> None:
         self._drafter = drafter
-        self._reader = drafter.reader()
-        self._row: RowReader = self._reader.open()
+        self._reader: Reader | None = None  # until it is asked: many in a pool never are
+        self._row: RowReader
         self._read: list[int] = []
 
     def offer(self, token_ids: Sequence[int]) -> int:

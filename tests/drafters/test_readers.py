@@ -176,6 +176,7 @@ def test_training_in_float32_goes_on_where_bfloat16_has_drafted(tmp_path: Path) 
     drafter, text = cut(family("llama, even"), dtype="bfloat16"), ids(12)
     whole = copy.deepcopy(drafter.trainable.own_tensors())
     session = drafter.open()
+    assert drafter._reader is None  # nothing is copied for a row that never drafts
     session.propose(text, 2, sampler(Sampling()))
     own = drafter.trainable.own_tensors()
     assert all(torch.equal(own[name], tensor) for name, tensor in whole.items())
