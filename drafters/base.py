@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from decode.native.products import Product
 from decode.types import Drafter
 
 
@@ -19,6 +20,7 @@ class TargetParts:
     tokenizer: Any
     vocab_size: int  # columns of the target's logits
     name_or_path: str
+    head: Product | None = None  # the model's head as the target multiplies with it, if it may tell
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def target_parts(target: Any) -> TargetParts:
             "its parts; pass a target of the transformers backend, or drafters built already"
         )
     name = getattr(target, "name_or_path", None) or getattr(target.model, "name_or_path", "")
-    return TargetParts(target.model, target.tokenizer, target.vocab_size, str(name))
+    head = getattr(target, "head", None)
+    return TargetParts(target.model, target.tokenizer, target.vocab_size, str(name), head)
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:

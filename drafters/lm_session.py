@@ -8,18 +8,16 @@ from torch import Tensor
 
 from decode.types import MAX_DRAFT_TOKENS, DraftProposal, DraftSampler
 from drafters.base import common_prefix
-from drafters.networks import DraftNetwork
+from drafters.readers import Reader, RowReader
 
 
 class LmParts(Protocol):
     """What a session uses of its drafter."""
 
     kind: ClassVar[str]
-    trainable: DraftNetwork
     max_context: int
 
-    @property
-    def device(self) -> torch.device: ...
+    def reader(self) -> Reader: ...
     def widen(self, logits: Tensor) -> Tensor: ...
 
 
@@ -27,15 +25,14 @@ class LmSession:
     """Holds keys and values of the tokens in `_read`.
 
     Whatever the row has become since, the tokens that still agree are kept and the rest is dropped
-    and read again, so the next logits are those of a fresh prefill.
+    and read again, so the next logits are those of a fresh prefill. Where the drafter reads with
+    other weights than it did, all is read again.
     """
 
     def __init__(self, drafter: LmParts) -> None:
-        from transformers import DynamicCache
-
         self._drafter = drafter
-        # Plain layers even for windowed attention: a sliding cache could not be rolled back.
-        self._cache = DynamicCache()
+        self._reader: Reader | None = None  # until it is asked: many in a pool never are
+        self._row: RowReader
         self._read: list[int] = []
 
     def offer(self, token_ids: Sequence[int]) -> int:
@@ -60,14 +57,16 @@ class LmSession:
 
     def _roll_back(self, token_ids: list[int]) -> list[int]:
         """Forget what the row no longer holds; the tokens still to be read, the last one always."""
+        reader = self._drafter.reader()
+        if reader is not self._reader:
+            self._reader, self._row, self._read = reader, reader.open(), []
         kept = min(common_prefix(self._read, token_ids), len(token_ids) - 1)
         if surplus := len(self._read) - kept:
-            self._cache.crop(-surplus)
+            self._row.forget(surplus)
             del self._read[kept:]
         return token_ids[kept:]
 
     def _next_logits(self, pending: list[int]) -> Tensor:  # [V] float32
-        token_ids = torch.tensor([pending], device=self._drafter.device)
-        logits = self._drafter.trainable.next_logits(token_ids, self._cache)
+        logits = self._row.next_logits(pending)
         self._read += pending
         return self._drafter.widen(logits)

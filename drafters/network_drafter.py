@@ -13,6 +13,7 @@ from decode.types import MAX_DRAFT_TOKENS, Sampling
 from drafters.base import TargetParts
 from drafters.lm_session import LmSession
 from drafters.networks import DraftNetwork
+from drafters.readers import Reader, Watched, make_reader
 from drafters.scoring import by_start, realised_acceptance
 from drafters.tokenizers import num_real_ids
 from drafters.vocabulary import widen
@@ -32,7 +33,10 @@ class NetworkDrafter(ABC):
 
     def __init__(self, network: DraftNetwork, parts: TargetParts) -> None:
         self.parts = parts
+        self.backend = "auto"  # what drafts: our own forward where it can; or "transformers"
         self.trainable = network.eval()
+        self._reader: Reader | None = None
+        self._reads: tuple[str, DraftNetwork, Watched] | None = None  # what the reader was made of
         self.vocab_size = parts.vocab_size
         self.num_real_ids = min(num_real_ids(parts.tokenizer), parts.vocab_size)
         limit = getattr(network.model_config, "max_position_embeddings", None)
@@ -65,6 +69,13 @@ class NetworkDrafter(ABC):
 
     def open(self) -> LmSession:
         return LmSession(self)
+
+    def reader(self) -> Reader:
+        """What sessions read with; a new one wherever weights, their place or `backend` changed."""
+        if self._reader is None or not self._reads_the_same():
+            self._reader = make_reader(self.trainable, self.parts, self.backend)
+            self._reads = self.backend, self.trainable, Watched(self.trainable)
+        return self._reader
 
     def widen(self, logits: Tensor) -> Tensor:  # [..., C] -> [..., V] float32
         """The network's logits in the target's columns, -inf where it has no law."""
@@ -112,6 +123,12 @@ class NetworkDrafter(ABC):
     @abstractmethod
     def _own(self) -> Iterable[Tensor]:
         """Tensors that would not be in memory without this drafter."""
+
+    def _reads_the_same(self) -> bool:
+        if self._reads is None:
+            return False
+        backend, network, watched = self._reads
+        return backend == self.backend and network is self.trainable and watched.unchanged()
 
     def _measure(self) -> None:
         own = list(self._own())

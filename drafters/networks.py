@@ -142,6 +142,15 @@ class CutNetwork(DraftNetwork):
             return self.head
         return self._frozen[1].weight.detach() if self.head_rows is None else self.head_rows
 
+    @property
+    def shares_head(self) -> bool:
+        """Whether the target's own head answers, whole: not trained, gathered or a donor's."""
+        return self.head is None and self.head_rows is None and not hasattr(self, "full_head")
+
+    @property
+    def full_head_module(self) -> nn.Linear:
+        return self._frozen[1]
+
     def full_head_weight(self) -> Tensor:  # [V, hidden size]
         """The donor's head with this network's rows at the draft ids."""
         rows = self._frozen[1].weight.detach().to(self.dtype, copy=True)

@@ -21,6 +21,9 @@ from decode import Sampling
 from decode.clock import Clock, SystemClock
 from decode.policies.fixed import FixedPolicy
 from decode.resolve import resolve_drafters, resolve_target
+from decode.targets.choices import AUTO, BACKENDS, EXACTNESS
+from drafters.network_drafter import NetworkDrafter
+from drafters.readers import BACKENDS as DRAFT_BACKENDS
 from pipeline.bench_command import command, conditions, new_table, show, told
 from pipeline.benches import BENCH, BenchData
 from pipeline.chat import prompt_ids
@@ -42,15 +45,24 @@ def side_by_side(
     dtype: str | None = None,
     device: str | None = None,
     backend: str | None = None,
+    exactness: str = AUTO,
+    drafting: Sequence[str] = ("auto",),
     make_clock: type[Clock] = SystemClock,
 ) -> dict[str, Any]:
-    """One row a method (plain, each K) over all prompts, and under which conditions."""
-    target = resolve_target(target, tokenizer=None, device=device, dtype=dtype, backend=backend)
-    drafters = resolve_drafters(drafter, target)
-    (name,) = drafters
+    """One row a method (plain, each K) over all prompts, and under which conditions.
+
+    With several ways of `drafting` the same drafter races against itself.
+    """
+    target = resolve_target(
+        target, tokenizer=None, device=device, dtype=dtype, backend=backend, exactness=exactness
+    )
+    drafters = {way: drafting_by(way, drafter, target) for way in drafting}
     law = Sampling(temperature=temperature, seed=0)
     fixed = [
-        Method(f"K={k}", partial(FixedPolicy, name, k, None), None, f"K={k}") for k in draft_lengths
+        Method(title, partial(FixedPolicy, way, k, None), None, title)
+        for k in draft_lengths
+        for way in drafting
+        for title in [f"K={k}" if len(drafting) == 1 else f"K={k}, {way}"]
     ]
     asked = read_bench(prompts, num_prompts, max_new_tokens, target.tokenizer)
     race = Race(
@@ -70,12 +82,23 @@ def side_by_side(
     return {
         **conditions(target),
         "backend": target.backend,
+        "exactness": getattr(target, "exactness", "law"),
         "temperature": temperature,
         "prompts": {prompts.name: len(asked)},
         "max_new_tokens": max_new_tokens,
         "rows": [row for row in rows if row["domain"] == ALL],
         "audit": audit(cells, greedy, asked, target),
     }
+
+
+def drafting_by(way: str, drafter: Any, target: Any) -> Any:
+    """The drafter, whose network reads tokens in this way."""
+    (found,) = resolve_drafters(drafter, target).values()
+    if isinstance(found, NetworkDrafter):
+        found.backend = way
+    elif way != "auto":
+        raise ValueError(f"drafting={way} needs a drafter with a network; leave it at auto")
+    return found
 
 
 def read_bench(path: Path, number: int, max_new_tokens: int, tokenizer: Any) -> list[EvalPrompt]:
@@ -117,7 +140,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--draft-lengths", type=int, nargs="+", default=[2, 3, 4, 5, 6, 8])
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--backend", default=None, help="auto (as without), native, transformers")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, help="the target's; auto where none is named"
+    )
+    parser.add_argument("--exactness", choices=(AUTO, *EXACTNESS), default=AUTO)
+    of_drafting = "auto: our own forward where it can; several are raced"
+    parser.add_argument(
+        "--drafting", choices=DRAFT_BACKENDS, nargs="+", default=["auto"], help=of_drafting
+    )
     given = vars(parser.parse_args(arguments))
     out = given.pop("out")
     results = told(side_by_side(given.pop("target"), given.pop("drafter"), **given), out)

@@ -1,6 +1,7 @@
 """What several rooms' tests share. This folder is on the path, so that they can import `fakes`."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,15 @@ import torch
 if not torch.cuda.is_available():
     # Triton chooses its interpreter when it is imported, which any test may do first.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """oneDNN shares out the smallest product; on a busy machine tiny models would mostly wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

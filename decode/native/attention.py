@@ -30,7 +30,7 @@ class Span:
     end: int
     num_keys: int
     masks: dict[int | None, Tensor | None]  # by window: [queries, num_keys], added to scores
-    queries: Tensor  # [kv heads, 1, queries, head_dim], written anew by every layer
+    queries: Tensor | None  # [kv heads, 1, queries, head_dim], written anew by every layer
 
 
 class RowAttention:
@@ -68,11 +68,15 @@ class RowAttention:
         shape = (a.num_kv_heads, width, a.group_size, a.head_dim)
         size = width * a.group_size
         queries = heads[span.first : span.end, : a.num_heads]
-        grouped = queries.unflatten(1, (a.num_kv_heads, a.group_size)).transpose(0, 1)
-        span.queries[:, 0, :size].view(shape).copy_(grouped)
+        if span.queries is None:  # one token: its heads lie as they should
+            grouped = queries.reshape(a.num_kv_heads, 1, a.group_size, a.head_dim)
+        else:
+            by_head = queries.unflatten(1, (a.num_kv_heads, a.group_size)).transpose(0, 1)
+            span.queries[:, 0, :size].view(shape).copy_(by_head)
+            grouped = span.queries
         keys, values = self._row.read(layer, span.num_keys)
         mask = span.masks[a.windows[layer]]
-        out = F.scaled_dot_product_attention(span.queries, keys, values, attn_mask=mask)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         return out[:, 0, :size].view(shape).transpose(0, 1).reshape(width, -1)
 
 
@@ -89,19 +93,16 @@ def make_span(
     num_queries = (end - first) * architecture.group_size
     if pinned:
         num_queries = _round_up(num_queries, QUERY_BLOCK)
-    query = torch.arange(length + first, length + end, device=like.device)
-    query = query.repeat_interleave(architecture.group_size)
-    # Padded queries see what the first one sees, so that none sees nothing.
-    query = F.pad(query, (0, num_queries - len(query)), value=length + first)
+    masks: dict[int | None, Tensor | None] = dict.fromkeys(architecture.windows)
     alone = not pinned and end - first == 1
-    masks = {
-        window: None
-        if alone and (window is None or num_keys <= window)
-        else _mask(query, num_keys, window, like)
-        for window in set(architecture.windows)
-    }
+    if not alone or any(window is not None and num_keys > window for window in masks):
+        query = torch.arange(length + first, length + end, device=like.device)
+        query = query.repeat_interleave(architecture.group_size)
+        # Padded queries see what the first one sees, so that none sees nothing.
+        query = F.pad(query, (0, num_queries - len(query)), value=length + first)
+        masks = {window: _mask(query, num_keys, window, like) for window in masks}
     shape = (architecture.num_kv_heads, 1, num_queries, architecture.head_dim)
-    return Span(first, end, num_keys, masks, like.new_zeros(shape))
+    return Span(first, end, num_keys, masks, None if alone else like.new_zeros(shape))
 
 
 def _pinned_spans(places: range) -> Iterator[tuple[int, int, int]]:

@@ -46,6 +46,7 @@ class Pass:
             token_list, places = token_list * FEWEST_ROWS, places * FEWEST_ROWS
         self.token_ids = torch.tensor(token_list, device=like.device)
         self.positions = torch.tensor(places, device=like.device)
+        self.last_places = [end - 1 for end in ends]
         self._pairs = pairs
         self._spans = [
             (RowAttention(row, width, architecture, like, pinned), slice(end - width, end))
@@ -83,20 +84,48 @@ class Forward:
         self, rows: Sequence[CacheRow], token_ids: Sequence[Sequence[int]], with_logits: bool
     ) -> Tensor | None:  # [N, V], rows one after the other
         """Read each row's tokens into its cache; their raw logits, where they are asked for."""
-        embedding, last = self.weights.embedding, self.architecture.num_layers - 1
-        under_way = Pass(rows, token_ids, self.architecture, embedding, self.pinned)
-        self.rope.reach(under_way.num_positions)
-        cos, sin = self.rope.at(under_way.positions)
-        x = F.embedding(under_way.token_ids, embedding)
-        for number, layer in enumerate(self.weights.layers):
-            seen = under_way.attend(number, self._heads(layer, x, cos, sin))
-            if number == last and not with_logits:
-                break  # its keys and values are kept, and nobody asks what follows
-            x = self._mix(layer, layer.output.plus(seen, x))
-        under_way.finish()
+        under_way = self._begin(rows, token_ids)
+        x, seen = self._read(under_way)
         if not with_logits:
             return None
-        return self.weights.head(self._norm(x, self.weights.norm))[: under_way.num_tokens]
+        return self._answer(x, seen)[: under_way.num_tokens]
+
+    def last(
+        self, rows: Sequence[CacheRow], token_ids: Sequence[Sequence[int]]
+    ) -> Tensor:  # [B, V]
+        """Read each row's tokens; the raw logits after each row's last one.
+
+        Not where passes are pinned: a token's sums would follow from how many rows there are.
+        """
+        assert not self.pinned
+        under_way = self._begin(rows, token_ids)
+        x, seen = self._read(under_way)
+        if len(x) > len(rows):
+            x, seen = x[under_way.last_places], seen[under_way.last_places]
+        return self._answer(x, seen)
+
+    def _begin(self, rows: Sequence[CacheRow], token_ids: Sequence[Sequence[int]]) -> Pass:
+        like = self.weights.norm
+        return Pass(rows, token_ids, self.architecture, like, self.pinned)
+
+    def _read(self, under_way: Pass) -> tuple[Tensor, Tensor]:
+        """What the last layer is given, and what its heads have seen; all caches are written."""
+        self.rope.reach(under_way.num_positions)
+        cos, sin = self.rope.at(under_way.positions)
+        x = F.embedding(under_way.token_ids, self.weights.embedding).to(self.weights.norm.dtype)
+        *others, last = self.weights.layers
+        for number, layer in enumerate(others):
+            seen = under_way.attend(number, self._heads(layer, x, cos, sin))
+            x = self._mix(layer, layer.output.plus(seen, x))
+        seen = under_way.attend(len(others), self._heads(last, x, cos, sin))
+        under_way.finish()
+        return x, seen
+
+    def _answer(self, x: Tensor, seen: Tensor) -> Tensor:  # [N, V]
+        """The rest of the last layer, and the head."""
+        layer, head = self.weights.layers[-1], self.weights.head
+        x = self._mix(layer, layer.output.plus(seen, x))
+        return head(self._norm(x, self.weights.norm).to(head.weight.dtype))
 
     def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[N, query, key and value heads, head_dim], queries and keys turned to their places."""

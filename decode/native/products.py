@@ -105,12 +105,13 @@ class Blocked:
 
 
 def blocked_is_possible(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this PyTorch has oneDNN's products for the type on this device."""
+    """Whether this PyTorch and this processor have oneDNN's products for the type."""
     return (
         device.type == "cpu"
         and dtype in BLOCKED_DTYPES
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 

@@ -12,7 +12,7 @@ from decode.native.architecture import read_architecture
 from decode.native.cache import CacheRow
 from decode.native.exactness import width_dependence
 from decode.native.forward import Forward
-from decode.native.products import blocked_is_possible
+from decode.native.products import Product, blocked_is_possible
 from decode.native.rope import RopeTable
 from decode.native.weights import take_weights
 from decode.targets.choices import EXACTNESS
@@ -90,6 +90,11 @@ class NativeTarget:
         """
         self._forward.weights.restore()
         return self._model
+
+    @property
+    def head(self) -> Product:
+        """The output head as it is laid out here, for drafters that answer with it."""
+        return self._forward.weights.head
 
     @property
     def weight_bytes(self) -> int:

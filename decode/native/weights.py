@@ -39,10 +39,10 @@ class Layer:
 class Weights:
     """All of them."""
 
-    embedding: Tensor  # [V, hidden size], the module's own
+    embedding: Tensor  # [V, hidden size], the module's own, of any type
     layers: Sequence[Layer]
-    norm: Tensor
-    head: Product
+    norm: Tensor  # its type is that of the activations
+    head: Product  # of any type
 
     def products(self) -> Iterator[Product]:
         for layer in self.layers:
@@ -75,7 +75,7 @@ def take_weights(model: Any, layout: str) -> Weights:
     shared = head.weight is inner.embed_tokens.weight
     return Weights(
         embedding=inner.embed_tokens.weight.detach(),
-        layers=[_take_layer(layer, make) for layer in inner.layers],
+        layers=[take_layer(layer, make) for layer in inner.layers],
         norm=inner.norm.weight.detach(),
         head=Blocked([head], let_go=not shared) if layout == "blocked" else Stacked([head]),
     )
@@ -96,7 +96,8 @@ def check_modules(model: Any) -> None:
 
 
 @torch.no_grad()
-def _take_layer(layer: Any, make: Callable[..., Product]) -> Layer:
+def take_layer(layer: Any, make: Callable[..., Product]) -> Layer:
+    """One of transformers' layers; `make` lays out modules that are multiplied together."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     query_norm, key_norm = (None if norm is None else norm.weight.detach() for norm in norms)

@@ -103,3 +103,34 @@ def test_rows_keep_their_own_parameters() -> None:
     assert law.temperature.tolist() == [1.0, 0.7]
     assert law.top_k.tolist() == [0, 6]
     assert law.repetition_penalty.tolist() == [1.0, 1.8]
+
+
+@pytest.mark.parametrize("sampling", LAWS)
+def test_ids_without_mass_change_no_draw(sampling: Sampling) -> None:
+    """A draft vocabulary: the few ids that have a law, among all of them, ties included."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.full((4 * V,), -torch.inf)
+    ids = torch.randperm(4 * V, generator=generator)[:V].sort().values
+    logits[ids] = torch.randn(V, generator=generator).mul(4).round() / 4
+    prompt = ids[[9, 9, 6]].tolist()  # the likeliest: a penalty moves the law
+    law = slow_law(logits, sampling, prompt)
+    assert 1 < sum(p > 0 for p in law) <= V
+    edges = torch.tensor([0.0, *law], dtype=torch.float64).cumsum(0).tolist()
+    for token in (token for token, p in enumerate(law) if p):
+        for inside in (1e-6, 0.5, 1 - 1e-6):
+            counts = count_tokens(sampling, prompt, 4 * V, "cpu")
+            u = edges[token] + inside * law[token]
+            row = RowSampler(sampling, lambda depth, u=u: u, seen_tokens(counts))
+            assert row.draw(logits) == token
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_nan_among_numbers_is_refused_and_a_tie_goes_to_the_lowest(dtype: torch.dtype) -> None:
+    logits = torch.full((50,), -torch.inf, dtype=dtype)
+    logits[[7, 20, 31]] = torch.tensor([1.0, 3.0, 3.0], dtype=dtype)
+    assert RowSampler(Sampling(), lambda depth: 1 / 0, None).draw(logits) == 20
+    for bad in (torch.nan, torch.inf):
+        logits[40] = bad
+        for law in (Sampling(), Sampling(temperature=1.0)):
+            with pytest.raises(ValueError, match="no law"):
+                RowSampler(law, lambda depth: 0.5, None).draw(logits)

@@ -8,6 +8,11 @@ from drafters.base import BuildContext, TargetParts
 from drafters.lm import LmDrafter
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread: None) -> None:
+    """Tiny drafters draft through oneDNN's products too."""
+
+
 @pytest.fixture(scope="session")
 def target() -> TargetParts:
     return TargetParts(tiny_model(), tiny_tokenizer(), VOCAB_SIZE, "tiny")
