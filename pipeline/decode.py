@@ -41,6 +41,7 @@ class Decode(Stage):
     backend: str | None
     drafter: str | None
     policy: str | None
+    coupling: str
     chat: bool
     max_new_tokens: int
     temperature: float
@@ -102,6 +103,7 @@ class Decode(Stage):
                 policy=self.policy,
                 device=device,
                 backend=self.backend,
+                coupling=self.coupling,
                 clock=clock,
             )
         named = None if self.drafter is None else {_short(self.drafter): local(self.drafter)}
@@ -111,6 +113,7 @@ class Decode(Stage):
             self.policy,
             device=device,
             backend=self.backend,
+            coupling=self.coupling,
             clock=clock,
         )
 

@@ -32,6 +32,7 @@ def load_decoder(
     dtype: torch.dtype | None = None,  # None: the exported one
     backend: str | None = None,  # auto, native or transformers; None: the exported one
     exactness: str | None = None,  # auto, bitwise or law; None: the exported one
+    coupling: str = "rejection",  # gumbel: the text follows from the seed, whatever is drafted
     clock: Clock | None = None,
 ) -> SpeculativeDecoder:
     """The decoder that stage=export wrote: its target, drafters, router, policy and costs.
@@ -58,7 +59,7 @@ def load_decoder(
     if policy is None:
         policy = load_policy(folder, content, opened, drafters, clock)
     router = open_router(folder, content, opened.device)
-    return SpeculativeDecoder(opened, drafters, policy, router, clock=clock)
+    return SpeculativeDecoder(opened, drafters, policy, router, coupling=coupling, clock=clock)
 
 
 def exported_choice(described: Mapping[str, Any], device: str) -> tuple[str, str]:

@@ -5,6 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import pipeline  # noqa: F401  before torch, for which it sets how long threads spin
+
+# isort: split
 import torch
 
 if not torch.cuda.is_available():

@@ -35,6 +35,7 @@ def stage(folder: Path) -> Decode:
         backend=None,
         drafter="ngram",
         policy=None,
+        coupling="rejection",
         chat=True,
         max_new_tokens=24,
         temperature=0.0,
@@ -77,6 +78,17 @@ def test_two_model_folders_suffice(stage: Decode, tmp_path: Path) -> None:
     assert rows[0]["text"] == plain[0]["text"]
     assert rows[0]["metrics"]["num_drafted"] > 0
     assert metrics["prompts"] == 1
+
+
+def test_gumbel_coupling_writes_what_plain_decoding_writes_at_any_temperature(
+    stage: Decode, tmp_path: Path
+) -> None:
+    other = tiny_target_folder(tmp_path / "other", seed=1)
+    sampled = replace(stage, coupling="gumbel", temperature=0.9)
+    _, drafted = run(replace(sampled, drafter=str(other), policy="ucb1"), tmp_path / "a")
+    _, plain = run(replace(sampled, drafter=None), tmp_path / "b")
+    assert drafted[0]["text"] == plain[0]["text"]
+    assert drafted[0]["metrics"]["num_drafted"] > 0
 
 
 def test_standard_input_is_one_prompt(

@@ -56,6 +56,20 @@ def test_a_new_process_writes_the_same_text(world: dict[str, Any], copy: Path) -
     assert loaded.router is not None
 
 
+def test_under_gumbel_coupling_the_text_depends_on_no_policy(copy: Path) -> None:  # noqa: F811
+    texts = [
+        load_decoder(copy, policy=policy, coupling="gumbel", clock=VirtualClock()).generate(
+            PROMPTS, 24, SAMPLED
+        )
+        for policy in ("ucb1", "thompson")
+    ]
+    assert texts[0].token_ids == texts[1].token_ids
+    drafted = [[record.num_drafted for record in row] for row in texts[0].records]
+    assert drafted != [[record.num_drafted for record in row] for row in texts[1].records]
+    with pytest.raises(ValueError, match="coupling=maximal"):
+        load_decoder(copy, coupling="maximal")
+
+
 def test_costs_of_another_machine_are_measured_again_and_it_is_said(
     copy: Path,  # noqa: F811
     caplog: pytest.LogCaptureFixture,

@@ -1,9 +1,11 @@
 """The menu and a typing error come at once: what takes a second to import waits until it is used.
 
 Would catch: an import at the top of a module that every stage's class comes with; a model's library
-that is loaded to tell what "auto" stands for.
+that is loaded to tell what "auto" stands for; threads that spin for long because OpenMP was loaded
+before it was told not to, or against a person's own choice.
 """
 
+import os
 import subprocess
 import sys
 
@@ -34,3 +36,15 @@ def test_nothing_heavy_is_imported_to_answer_at_once(tmp_path, monkeypatch, argu
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert ("missing" in done.stdout) == (code == 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch brings another OpenMP elsewhere")
+@pytest.mark.parametrize("chosen", [None, "77"])
+def test_threads_sleep_soon_unless_somebody_chose_otherwise(tmp_path, chosen):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({"GOMP_SPINCOUNT": chosen} if chosen else {})
+    program = [sys.executable, "-c", "import pipeline.__main__, torch"]
+    done = subprocess.run(
+        program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert f"GOMP_SPINCOUNT = '{chosen or 1000}'" in done.stderr
