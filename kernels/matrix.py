@@ -28,7 +28,7 @@ def narrow(x, like_ptr):
     """Float32 as the type behind the pointer holds it, rounded to the nearest, ties to even."""
     if INTERPRETED and like_ptr.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        x = (bits + 32767 + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        x = ((bits + 32767 + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return x.to(like_ptr.dtype.element_ty)
 
 

@@ -35,6 +35,8 @@ def test_residual_and_norm(size: int, split: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(kept, new, atol=1e-5, rtol=loose / 4)
         torch.testing.assert_close(found, wanted, atol=loose, rtol=loose)
         assert found.dtype == dtype
+        if dtype != torch.float32:  # roundings are where the reference has them
+            assert float((found != wanted).float().mean()) < 0.02
 
 
 def test_parts_may_be_rounded_already() -> None:
