@@ -45,6 +45,10 @@ class Graphs:
         captured.graph.replay()
         return captured.output
 
+    def captured(self, key: Hashable) -> Captured | None:
+        """The graph under this key, where there is one."""
+        return self._captured.get(key)
+
     def clear(self) -> None:
         """Forget them all: what they read has moved."""
         self._captured.clear()

@@ -30,7 +30,7 @@ from kernels.heads import Batch, HeadNorms, split_heads
 from kernels.norm import add_norm, embed_norm
 from kernels.product import gated_product, product, product_parts
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 17, 32, 64, 128, 256)  # tokens of a row; more take turns
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 32, 64, 128, 256)  # tokens of a row; more take turns
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MANY_ROWS = 64  # beyond which "law" takes cuBLAS
 ALIGNED = 4  # int32 numbers in the 16 bytes that kernels like their pointers to be multiples of

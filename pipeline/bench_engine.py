@@ -1,0 +1,387 @@
+"""What a step of the native CUDA backend costs, and what plain greedy decoding with it makes.
+
+On the GPU, first the choice of tiles, then everything else, in bfloat16 unless told otherwise:
+
+    python -m pipeline.bench_engine TARGET --sweep --out sweep.json
+    python -m pipeline.bench_engine TARGET --out engine.json
+    python -m pipeline.bench_engine TARGET --exactness law --skip texts bits --out law.json
+
+Parts: `passes` (milliseconds in a graph by width and batch, and the share of the measured copy
+bandwidth at which weights and cache are read), `kernels` (microseconds of each launch of one pass),
+`bits` (is a token's row of logits, in every width and batch, the one it has alone?), `texts` (plain
+greedy decoding beside transformers compiled over a static cache, prompts and ways in turn). Without
+a GPU all of it runs in Triton's interpreter (TRITON_INTERPRET=1), on a tiny model, to show that it
+runs; times are then none.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from decode.clock import Clock, SystemClock
+from decode.native.greedy import write_greedily
+from decode.native.kernel_forward import KernelForward, Step
+from decode.native.static_cache import StaticRow
+from decode.native.target import NativeTarget
+from decode.targets.loading import load_causal_lm, load_tokenizer
+from decode.targets.transformers import TransformersTarget
+from pipeline.bench_command import command, conditions, new_table, show, told
+from pipeline.bench_forward import QUESTIONS, Text, Way, decoder_way, median_ratio
+from pipeline.bench_greedy import own_text
+from pipeline.bench_kernels import copy_bandwidth
+from pipeline.bench_sweep import pinned_lines, replay_seconds, sweep, sweep_table
+from pipeline.chat import prompt_ids
+from pipeline.progress import progress
+
+WIDTHS = (1, 2, 4, 5, 8, 16)
+BATCHES = (1, 4, 16, 64)
+PARTS = ("passes", "kernels", "bits", "texts")
+COMPILED = "transformers compiled"
+ENGINE = "native, on the device"
+
+
+class Engine:
+    """A model in the native backend and rows that have read some text."""
+
+    def __init__(self, name: str, dtype: str, device: str, exactness: str) -> None:
+        kind = getattr(torch, dtype)
+        self.name, self.device = name, torch.device(device)
+        self.tokenizer = load_tokenizer(name)
+        model = load_causal_lm(name, kind).to(device)
+        self.target = NativeTarget(model, self.tokenizer, name, exactness=exactness, kernels=True)
+        forward = self.target._forward
+        assert isinstance(forward, KernelForward)
+        self.forward = forward
+
+    def rows(self, count: int, context_tokens: int) -> list[StaticRow]:
+        """Rows that have read different texts of so many tokens."""
+        self.forward.cache.reserve(num_rows=count)
+        rows = [self.forward.open() for _ in range(count)]
+        for number, row in enumerate(rows):
+            self.target.prefill(row, self.text(number, context_tokens))
+        return rows
+
+    def text(self, number: int, count: int) -> list[int]:
+        """Token ids without sense, others for every number."""
+        vocab = self.target.vocab_size
+        return [1 + (7919 * i + 104_729 * number) % (vocab - 1) for i in range(count)]
+
+    def pass_bytes(self, num_rows: int, context_tokens: int) -> int:
+        """Weights and cache that one pass reads."""
+        a = self.target.architecture
+        held = [product.weight for product in self.forward.weights.products()]
+        token = 2 * a.num_layers * a.num_kv_heads * a.head_dim * held[0].element_size()
+        return sum(weight.nbytes for weight in held) + num_rows * context_tokens * token
+
+
+def filled(engine: Engine, rows: Sequence[StaticRow], width: int) -> Step:
+    """The pass in which every row reads `width` tokens."""
+    step = engine.forward.step(len(rows), width)
+    step.fill(rows, [engine.text(1000 + number, width) for number in range(len(rows))])
+    return step
+
+
+@torch.inference_mode()
+def pass_times(
+    engine: Engine, batches: Sequence[int], widths: Sequence[int], context: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Seconds of one replay by batch and width; None where there is no graph to replay."""
+    found = []
+    rows = engine.rows(max(batches), context)
+    for batch in batches:
+        for width in widths:
+            step = filled(engine, rows[:batch], width)
+            seconds = _replayed(engine.forward, step, rounds)
+            read = engine.pass_bytes(batch, context)
+            found.append({"batch": batch, "width": width, "seconds": seconds, "bytes": read})
+    return found
+
+
+def _replayed(forward: KernelForward, step: Step, rounds: int) -> float | None:
+    forward.run(step)
+    captured = forward.graphs.captured((step.num_rows, step.width, True))
+    if captured is None:
+        return None
+    return median(replay_seconds(captured.graph, inner=5) for _ in range(rounds))
+
+
+@torch.inference_mode()
+def kernel_times(engine: Engine, context: int, rounds: int) -> dict[str, Any]:
+    """Launches of one pass of one token by name: how many, and microseconds of all of them."""
+    if engine.device.type != "cuda":
+        return {}
+    step = filled(engine, engine.rows(1, context), 1)
+    engine.forward.run(step)
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for _ in range(rounds):
+            engine.forward.run(step)
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[event.name].append(event.device_time)
+    return {
+        name: {"launches": len(times) / rounds, "microseconds": sum(times) / rounds}
+        for name, times in sorted(spent.items(), key=lambda pair: -sum(pair[1]))
+    }
+
+
+@torch.inference_mode()
+def bit_equality(
+    engine: Engine, batches: Sequence[int], widths: Sequence[int], context: int
+) -> dict[str, Any]:
+    """Tokens compared with what they have alone, those that differ, and the largest gap."""
+    rows = engine.rows(max(batches), context)
+    texts = [engine.text(1000 + number, max(widths)) for number in range(len(rows))]
+    alone = [_alone(engine, row, text) for row, text in zip(rows[:4], texts[:4], strict=True)]
+    found = {"compared": 0, "differ": 0, "largest_gap": 0.0, "where": []}
+    for batch in batches:
+        for width in widths:
+            logits = engine.target.score(rows[:batch], [text[:width] for text in texts[:batch]])
+            for row in rows[:batch]:
+                engine.target.rollback(row, context)
+            for wanted, ours in zip(alone, logits, strict=False):
+                _compare(wanted[:width], ours, f"{batch} rows of {width}", found)
+    return found
+
+
+def _alone(engine: Engine, row: StaticRow, text: Sequence[int]) -> Tensor:
+    start = row.length
+    logits = torch.cat([engine.target.score([row], [[token]])[0] for token in text])
+    engine.target.rollback(row, start)
+    return logits
+
+
+def _compare(wanted: Tensor, ours: Tensor, where: str, found: dict[str, Any]) -> None:
+    differs = (wanted != ours).any(-1)
+    found["compared"] += len(wanted)
+    if bool(differs.any()):
+        found["differ"] += int(differs.sum())
+        gap = float((wanted.float() - ours.float()).abs().max())
+        found["largest_gap"] = max(found["largest_gap"], gap)
+        found["where"] = sorted({*found["where"], where})
+
+
+def engine_way(engine: Engine, clock: Clock) -> Way:
+    """Plain decoding whose tokens never wait for the host."""
+
+    def write(prompt: list[int], max_new_tokens: int) -> Text:
+        times: list[float] = []
+        eos = engine.target.eos_token_ids
+        (text,) = write_greedily(
+            engine.forward, [prompt], max_new_tokens, eos, lambda: times.append(clock.now())
+        )
+        # The step that was under way when the text ended is not waited for.
+        return Text(text, times[len(text) - 1] - times[0])
+
+    return write
+
+
+def compiled_way(target: TransformersTarget, clock: Clock) -> Way:
+    """transformers' own greedy loop over a static cache, which it compiles on a GPU."""
+
+    def write(prompt: list[int], max_new_tokens: int) -> Text:
+        times: list[float] = []
+
+        def note(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            times.append(clock.now())
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+        options = {"stopping_criteria": [note], "cache_implementation": "static"}
+        text = own_text(target, prompt, max_new_tokens, **options)
+        return Text(text, times[-1] - times[0])
+
+    return write
+
+
+def texts_in_turn(
+    engine: Engine, dtype: str, max_new_tokens: int, num_prompts: int, clock: Clock
+) -> dict[str, Any]:
+    """By way: seconds of its first call, median tokens a second, equal texts."""
+    model = load_causal_lm(engine.name, getattr(torch, dtype)).to(engine.device)
+    theirs = TransformersTarget(model, engine.tokenizer, engine.name)
+    ways = {
+        COMPILED: compiled_way(theirs, clock),
+        ENGINE: engine_way(engine, clock),
+        "native, decoder": decoder_way(engine.target, clock),
+    }
+    prompts = prompt_list(engine.tokenizer, num_prompts)
+    texts: dict[str, list[Text]] = {name: [] for name in ways}
+    first: dict[str, float] = {}
+    for name, way in ways.items():
+        start = clock.now()
+        way(prompts[0], min(8, max_new_tokens))
+        first[name] = clock.now() - start
+        way(prompts[0], max_new_tokens)  # a static cache of another length is compiled anew
+    with progress("engine: texts", len(prompts) * len(ways), "texts") as meter:
+        for prompt in prompts:
+            for name, way in ways.items():
+                texts[name].append(way(prompt, max_new_tokens))
+                meter.advance()
+    return {name: _told(name, texts, first) for name in ways}
+
+
+def _told(name: str, texts: Mapping[str, list[Text]], first: Mapping[str, float]) -> Any:
+    ours, theirs = texts[name], texts[COMPILED]
+    pairs = list(zip(ours, theirs, strict=True))
+    return {
+        "first_call_seconds": first[name],
+        "tokens_per_second": median(text.rate for text in ours),
+        "over_compiled": median_ratio(
+            [text.rate for text in ours], [text.rate for text in theirs]
+        ).plain(),
+        "equal_texts": sum(a.token_ids == b.token_ids for a, b in pairs),
+        "num_texts": len(ours),
+        "num_tokens": sum(len(text.token_ids) for text in ours),
+    }
+
+
+def prompt_list(tokenizer: Any, count: int) -> list[list[int]]:
+    """Questions of three domains, in turn, each time a little longer."""
+    texts = [
+        " ".join([QUESTIONS[i % len(QUESTIONS)]] + ["Be exact."] * (i // len(QUESTIONS)))
+        for i in range(count)
+    ]
+    rows = [
+        {"text": text, "messages_json": json.dumps([{"role": "user", "content": text}])}
+        for text in texts
+    ]
+    return [prompt_ids(tokenizer, row) for row in rows]
+
+
+def measure(
+    name: str,
+    *,
+    dtype: str,
+    device: str | None,
+    exactness: str,
+    widths: Sequence[int],
+    batches: Sequence[int],
+    context_tokens: int,
+    rounds: int,
+    num_prompts: int,
+    max_new_tokens: int,
+    skip: Sequence[str],
+    make_clock: type[Clock] = SystemClock,
+) -> dict[str, Any]:
+    """Every part that is not skipped, with its conditions."""
+    clock = make_clock()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    start = clock.now()
+    engine = Engine(name, dtype, device, exactness)
+    load_seconds = clock.now() - start
+    results: dict[str, Any] = {
+        **conditions(engine.target),
+        "target": Path(name).name,
+        "exactness": exactness,
+        "width_dependence": engine.target.width_dependence,
+        "context_tokens": context_tokens,
+        "load_seconds": load_seconds,
+        "copy_bandwidth": copy_bandwidth() if device.startswith("cuda") else None,
+    }
+    if "passes" not in skip:
+        results["passes"] = pass_times(engine, batches, widths, context_tokens, rounds)
+    if "kernels" not in skip:
+        results["kernels"] = kernel_times(engine, context_tokens, rounds)
+    if "bits" not in skip:
+        results["bits"] = bit_equality(engine, batches, widths, context_tokens)
+    if "texts" not in skip:
+        results["texts"] = texts_in_turn(engine, dtype, max_new_tokens, num_prompts, clock)
+    results["graphs"] = engine.forward.graphs.report()
+    return results
+
+
+def tables(results: Mapping[str, Any]) -> list[Table | str]:
+    """What was measured, as short as it can be said."""
+    title = f"{results['target']}, {results['dtype']}, exactness {results['exactness']}"
+    parts: list[Table | str] = []
+    bandwidth = results["copy_bandwidth"]
+    if bandwidth:
+        parts.append(f"{title}: copy {bandwidth / 1e12:.2f} TB/s")
+    if passes := results.get("passes"):
+        parts.append(_pass_table(passes, bandwidth, title))
+    if kernels := results.get("kernels"):
+        table = new_table("one pass of one token", "kernel", "launches", "us")
+        for name, row in kernels.items():
+            table.add_row(name, f"{row['launches']:.0f}", f"{row['microseconds']:.1f}")
+        total = sum(row["microseconds"] for row in kernels.values())
+        table.add_row("all", "", f"{total:.1f}")
+        parts.append(table)
+    if bits := results.get("bits"):
+        parts.append(f"bits: {bits['differ']} of {bits['compared']} tokens differ {bits['where']}")
+    if texts := results.get("texts"):
+        table = new_table("plain", "way", "tok/s", "over compiled", "equal texts", "first call s")
+        for name, row in texts.items():
+            ratio = f"{row['over_compiled']['value']:.2f}"
+            equal = f"{row['equal_texts']} of {row['num_texts']}"
+            first = f"{row['first_call_seconds']:.1f}"
+            table.add_row(name, f"{row['tokens_per_second']:.1f}", ratio, equal, first)
+        parts.append(table)
+    graphs = results["graphs"]
+    parts.append(f"{graphs['count']} graphs, {graphs['seconds']:.1f} s, {graphs['bytes']} bytes")
+    return parts
+
+
+def _pass_table(passes: Sequence[Mapping[str, Any]], bandwidth: float | None, title: str) -> Table:
+    widths = sorted({row["width"] for row in passes})
+    table = new_table(f"ms a pass (share of copy): {title}", "rows", *(f"{w} wide" for w in widths))
+    for batch in sorted({row["batch"] for row in passes}):
+        cells = []
+        for row in passes:
+            if row["batch"] == batch and row["seconds"]:
+                share = row["bytes"] / row["seconds"] / bandwidth if bandwidth else 0
+                cells.append(f"{1e3 * row['seconds']:.3f} ({share:.0%})")
+        table.add_row(str(batch), *cells)
+    return table
+
+
+def swept(name: str, dtype: str, device: str | None, num_rows: int) -> dict[str, Any]:
+    """The sweep of tiles, with its conditions."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    engine = Engine(name, dtype, device, "law")
+    most = None if device.startswith("cuda") else 2
+    with progress("engine: tiles", 5, "products") as meter:
+        found = sweep(engine.forward, num_rows, meter.advance, most)
+    bandwidth = copy_bandwidth() if device.startswith("cuda") else None
+    return {
+        **conditions(engine.target),
+        "target": Path(name).name,
+        "num_rows": num_rows,
+        "copy_bandwidth": bandwidth,
+        "sweep": found,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    of_target = "folder or name of a causal LM of the Llama family"
+    parser = command(__doc__, of_target, dtype="bfloat16")
+    parser.add_argument("--exactness", default="bitwise", help="bitwise or law")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--context-tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--skip", nargs="+", default=(), choices=PARTS)
+    parser.add_argument("--sweep", action="store_true", help="time candidates for tiles instead")
+    parser.add_argument("--sweep-rows", type=int, default=1)
+    given = vars(parser.parse_args(arguments))
+    out, name, rows = given.pop("out"), given.pop("target"), given.pop("sweep_rows")
+    if given.pop("sweep"):
+        results = told(swept(name, given["dtype"], given["device"], rows), out)
+        found = results["sweep"]
+        show(sweep_table(found, results["copy_bandwidth"]), *pinned_lines(found))
+        return
+    show(*tables(told(measure(name, **given), out)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Which tile is fastest for each product of a model: candidates timed over all layers' weights.
+
+Every candidate multiplies the weights of all layers behind one another in one graph, so that they
+come from memory and not from the cache. What is printed can be put into kernels/tiles.py.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from decode.native.kernel_forward import KernelForward
+from kernels.product import gated_product, product, product_parts
+from kernels.tiles import SHARED_BYTES, Tile, product_tile
+from pipeline.bench_command import new_table
+
+log = logging.getLogger(__name__)
+
+BLOCK_N, BLOCK_K = (16, 32, 64, 128), (64, 128, 256)
+WARPS, STAGES = (4, 8), (3, 5)
+SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
+PROGRAMS = (80, 1100)  # fewer leave the chip empty, more repeat their starts and ends
+COMPILERS = 16  # threads
+
+
+@dataclass(frozen=True)
+class Site:
+    """One product of the model: where it stands, and all weights that it multiplies."""
+
+    name: str
+    kind: str  # as kernels.tiles names it
+    weights: list[tuple[Tensor, ...]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        return self.weights[0][0].shape[0], self.weights[0][0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its weights."""
+        return sum(weight.nbytes for weights in self.weights for weight in weights)
+
+    def multiply(self, x: Tensor, weights: tuple[Tensor, ...], tile: Tile) -> None:
+        if self.kind == "parts":
+            product_parts(x, weights[0], tile)
+        elif self.kind == "gated":
+            gated_product(x, weights[0], weights[1], tile=tile)
+        else:
+            product(x, weights[0], tile=tile)
+
+
+def sites(forward: KernelForward) -> list[Site]:
+    """The five products."""
+    layers, head = forward.weights.layers, forward.weights.head
+    return [
+        Site("qkv", "parts", [(layer.qkv.weight,) for layer in layers]),
+        Site("output", "parts", [(layer.output.weight,) for layer in layers]),
+        Site("gate, up", "gated", [(layer.gate.weight, layer.up.weight) for layer in layers]),
+        Site("down", "parts", [(layer.down.weight,) for layer in layers]),
+        Site("head", "whole", [(head.weight,)] * 2),
+    ]
+
+
+def candidates(site: Site, itemsize: int) -> Iterator[Tile]:
+    """Tiles that fill the chip, share the columns evenly and fit the shared memory."""
+    num_out, num_in = site.shape
+    num_weights = len(site.weights[0])
+    splits = SPLITS if site.kind == "parts" else (1,)
+    for block_n, block_k, split, warps, stages in itertools.product(
+        BLOCK_N, BLOCK_K, splits, WARPS, STAGES
+    ):
+        blocks, programs = num_in / block_k, -(-num_out // block_n) * split
+        tile = Tile(block_n, block_k, split, warps, stages)
+        fits = num_weights * block_n * block_k * itemsize * stages <= SHARED_BYTES
+        if (
+            fits
+            and blocks % split == 0
+            and (programs >= PROGRAMS[0] or block_n == BLOCK_N[0])
+            and (programs <= PROGRAMS[1] or site.kind == "whole")
+            and (warps == WARPS[0] or block_n * num_weights >= 64)
+        ):
+            yield tile
+
+
+def sweep(
+    forward: KernelForward,
+    num_rows: int,
+    advance: Callable[[], None] = lambda: None,
+    most: int | None = None,  # candidates a site, the first ones; None: all
+) -> dict[str, Any]:
+    """By site: microseconds of one product with every candidate, the best first."""
+    found = {}
+    for site in sites(forward):
+        found[site.name] = {
+            "kind": site.kind,
+            "shape": list(site.shape),
+            "bytes": site.num_bytes // len(site.weights),
+            "tiles": time_site(site, num_rows, most),
+        }
+        advance()
+    return found
+
+
+@torch.inference_mode()
+def time_site(site: Site, num_rows: int, most: int | None) -> list[dict[str, Any]]:
+    """Every candidate that compiles and fits, fastest first; the pinned one is among them."""
+    weight = site.weights[0][0]
+    x = torch.randn(num_rows, site.shape[1], device=weight.device).to(weight.dtype)
+    pinned = product_tile(site.kind, *site.shape, device=weight.device)
+    chosen = [pinned, *(t for t in candidates(site, x.element_size()) if t != pinned)][:most]
+
+    def compiled(tile: Tile) -> Tile | None:
+        try:
+            with torch.inference_mode():
+                site.multiply(x, site.weights[0], tile)
+        except Exception as error:  # whatever a compiler raises; the others are still worth timing
+            log.info("%s %s: %s", site.name, tile, str(error).strip().splitlines()[:1])
+            return None
+        return tile
+
+    workers = COMPILERS if weight.is_cuda else 1
+    with ThreadPoolExecutor(workers) as pool:
+        able = [tile for tile in pool.map(compiled, chosen) if tile is not None]
+    timed = [
+        {
+            "tile": list(astuple(tile)),
+            "pinned": tile == pinned,
+            "microseconds": 1e6 * _seconds(site, x, tile) / len(site.weights),
+        }
+        for tile in able
+    ]
+    return sorted(timed, key=lambda row: row["microseconds"])
+
+
+def _seconds(site: Site, x: Tensor, tile: Tile) -> float:
+    def play() -> None:
+        for weights in site.weights:
+            site.multiply(x, weights, tile)
+
+    return graph_seconds(play, rounds=5) if x.is_cuda else 0.0
+
+
+def graph_seconds(play: Callable[[], Any], rounds: int, inner: int = 3) -> float:
+    """Median seconds of one run of what can be captured."""
+    play()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        play()
+    graph.replay()
+    return median(replay_seconds(graph, inner) for _ in range(rounds))
+
+
+def replay_seconds(graph: Any, inner: int) -> float:
+    """Seconds of one replay, by the device's own clock, over `inner` behind one another."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(inner):
+        graph.replay()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 1e3 / inner
+
+
+def sweep_table(found: Mapping[str, Any], bandwidth: float | None) -> Table:
+    """The three best of each site beside the pinned one."""
+    table = new_table("products: us, share of copy bandwidth", "product", "tile", "us", "share")
+    for name, site in found.items():
+        rows = site["tiles"]
+        shown = rows[:3] + [row for row in rows[3:] if row["pinned"]]
+        for row in shown:
+            seconds = row["microseconds"] / 1e6
+            share = f"{site['bytes'] / seconds / bandwidth:.0%}" if bandwidth and seconds else "-"
+            tile = f"Tile{tuple(row['tile'])}" + (" pinned" if row["pinned"] else "")
+            where = f"{name} {tuple(site['shape'])}"
+            table.add_row(where, tile, f"{row['microseconds']:.2f}", share)
+    return table
+
+
+def pinned_lines(found: Mapping[str, Any]) -> list[str]:
+    """The best of each site as kernels/tiles.py would have them."""
+    return [
+        f'("{site["kind"]}", {site["shape"][0]}, {site["shape"][1]}): '
+        f"Tile{tuple(site['tiles'][0]['tile'])},"
+        for site in found.values()
+    ]
