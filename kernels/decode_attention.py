@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kernels.heads import Batch
 from kernels.matrix import multiply, narrow
+from kernels.overlap import follow, options
 from kernels.tiles import Attention, attention_tile
 
 ROWS = 16  # of a tile: queries times the heads of a group
@@ -124,6 +125,7 @@ def _attend(
         BLOCK=tile.block,
         ROWS=ROWS,
         **shape,
+        **options(query.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -137,6 +139,7 @@ def _attend(
         CHUNK=tile.chunk,
         GROUP=GROUP,
         **shape,
+        **options(query.device),
         num_warps=4 if size > 64 else 2,
     )
 
@@ -169,7 +172,10 @@ def attend_chunk_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP > 0:
+        follow()
     chunk, h, turn_row = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
     tile, b = tl.program_id(1) // KV_HEADS, first_row + turn_row
     group: tl.constexpr = QUERY_HEADS // KV_HEADS
@@ -239,7 +245,10 @@ def merge_chunks_kernel(
     WIDE: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP > 0:
+        follow()
     cell, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b = first_row + cell // tokens
     w = first_token + cell % tokens

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.overlap import follow, options
+
 
 def greedy_reference(logits: Tensor) -> Tensor:
     """The lowest id of each row's maximum [B]."""
@@ -30,7 +32,9 @@ def take_greedy(
     splits = triton.cdiv(vocab, block)
     peaks = torch.empty(num_rows, splits, dtype=torch.float32, device=logits.device)
     ids = torch.empty_like(peaks, dtype=torch.int32)
-    greedy_split_kernel[(splits, num_rows)](logits, peaks, ids, VOCAB=vocab, BLOCK=block)
+    greedy_split_kernel[(splits, num_rows)](
+        logits, peaks, ids, VOCAB=vocab, BLOCK=block, **options(logits.device)
+    )
     greedy_take_kernel[(num_rows,)](
         peaks,
         ids,
@@ -41,11 +45,21 @@ def take_greedy(
         VOCAB=vocab,
         SPLITS=splits,
         BLOCK=triton.next_power_of_2(splits),
+        **options(logits.device),
     )
 
 
 @triton.jit
-def greedy_split_kernel(logits_ptr, peaks_ptr, ids_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def greedy_split_kernel(
+    logits_ptr,
+    peaks_ptr,
+    ids_ptr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP > 0:
+        follow()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     v = split * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * VOCAB + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32)
@@ -66,7 +80,10 @@ def greedy_take_kernel(
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP > 0:
+        follow()
     row = tl.program_id(0)
     s = tl.arange(0, BLOCK)
     peaks = tl.load(peaks_ptr + row * SPLITS + s, mask=s < SPLITS, other=-float("inf"))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.matrix import narrow, rounded, total_of_parts
 from kernels.norm import norm_reference
+from kernels.overlap import follow, options
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def split_heads(
         SIZE=size,
         HALF=triton.next_power_of_2(size // 2),
         SPLIT=len(parts),
+        **options(keys.device),
         num_warps=1,
     )
     return out
@@ -156,7 +158,10 @@ def split_heads_kernel(
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP > 0:
+        follow()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, w = token // width, token % width
     place = tl.load(positions_ptr + b).to(tl.int64) + w

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.matrix import narrow, rounded, total_of_parts
+from kernels.overlap import follow, options
 
 
 def norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,6 +82,7 @@ def _launch(
         SIZE=size,
         SPLIT=1 if parts is None else len(parts),
         BLOCK=block,
+        **options(out.device),
         num_warps=max(1, min(8, block // 256)),
     )
     return out
@@ -100,7 +102,10 @@ def add_norm_kernel(
     SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP > 0:
+        follow()
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < SIZE

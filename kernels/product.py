@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.matrix import multiply, narrow, rounded
+from kernels.overlap import announce, options, prefetch, wait
 from kernels.tiles import Tile, product_tile, row_block
 
 
@@ -109,6 +110,7 @@ def _launch(
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
+        **options(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.stages(block_m, 1 if second is None else 2, x.element_size()),
     )
@@ -136,7 +138,10 @@ def product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP > 0:
+        announce()
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -149,6 +154,14 @@ def product_kernel(
         row = tl.minimum(n, N - 1)
     weights = row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_N, BLOCK_K]
     inputs = m.to(tl.int64)[None, :] * K + k[:, None]  # [BLOCK_K, BLOCK_M]
+    if OVERLAP > 1:
+        first = split * (share * BLOCK_K)
+        starts = row.to(tl.int64)[:, None] * K + first
+        prefetch(weight_ptr + starts, K - first, share * BLOCK_K, BLOCK_N)
+        if second_ptr is not None:
+            prefetch(second_ptr + starts, K - first, share * BLOCK_K, BLOCK_N)
+    if OVERLAP > 0:
+        wait()
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for block in range(0, share):

@@ -4,6 +4,7 @@ On the GPU, first the choice of tiles, then everything else, in bfloat16 unless 
 
     python -m pipeline.bench_engine TARGET --sweep --out sweep.json
     python -m pipeline.bench_engine TARGET --out engine.json
+    python -m pipeline.bench_engine TARGET --overlap prefetch --skip texts --out prefetch.json
     python -m pipeline.bench_engine TARGET --exactness law --skip texts bits --out law.json
 
 Parts: `passes` (milliseconds in a graph by width and batch, and the share of the measured copy
@@ -32,6 +33,7 @@ from decode.native.static_cache import StaticRow
 from decode.native.target import NativeTarget
 from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.transformers import TransformersTarget
+from kernels.overlap import MODES, mode_in_use, use
 from pipeline.bench_command import command, conditions, new_table, show, told
 from pipeline.bench_forward import QUESTIONS, Text, Way, decoder_way, median_ratio
 from pipeline.bench_greedy import own_text
@@ -282,6 +284,7 @@ def measure(
         **conditions(engine.target),
         "target": Path(name).name,
         "exactness": exactness,
+        "overlap": mode_in_use(),
         "width_dependence": engine.target.width_dependence,
         "context_tokens": context_tokens,
         "load_seconds": load_seconds,
@@ -301,7 +304,7 @@ def measure(
 
 def tables(results: Mapping[str, Any]) -> list[Table | str]:
     """What was measured, as short as it can be said."""
-    title = f"{results['target']}, {results['dtype']}, exactness {results['exactness']}"
+    title = ", ".join(str(results[key]) for key in ("target", "dtype", "exactness", "overlap"))
     parts: list[Table | str] = []
     bandwidth = results["copy_bandwidth"]
     if bandwidth:
@@ -371,10 +374,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--skip", nargs="+", default=(), choices=PARTS)
+    parser.add_argument("--overlap", default=None, choices=MODES, help="else the pinned one")
     parser.add_argument("--sweep", action="store_true", help="time candidates for tiles instead")
     parser.add_argument("--sweep-rows", type=int, default=1)
     given = vars(parser.parse_args(arguments))
     out, name, rows = given.pop("out"), given.pop("target"), given.pop("sweep_rows")
+    if (mode := given.pop("overlap")) is not None:
+        use(mode)
     if given.pop("sweep"):
         results = told(swept(name, given["dtype"], given["device"], rows), out)
         found = results["sweep"]

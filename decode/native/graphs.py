@@ -1,7 +1,8 @@
 """Passes captured as CUDA graphs, each under a key; where there is no CUDA, they are just computed.
 
 A captured pass reads and writes the same addresses every time. What changes from step to step lies
-in tensors that are filled before it runs; what it leaves is there until the same key runs again.
+in tensors that are filled before it runs. What it leaves is there until any other runs, since they
+share memory.
 """
 
 import time
@@ -51,6 +52,8 @@ class Graphs:
 
     def clear(self) -> None:
         """Forget them all: what they read has moved."""
+        if self._captured:
+            torch.cuda.synchronize(self._device)  # one may be under way
         self._captured.clear()
         self._pool = None
 

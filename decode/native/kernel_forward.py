@@ -48,7 +48,8 @@ class Step:
     def new(cls, num_rows: int, width: int, device: torch.device) -> "Step":
         """One whose rows are all padding."""
         numbers = _round_up(num_rows * width) + 3 * _round_up(num_rows)
-        return cls(num_rows, width, torch.zeros(numbers, dtype=torch.int32, device=device))
+        with torch.inference_mode(False):  # so that it can be filled in any mode
+            return cls(num_rows, width, torch.zeros(numbers, dtype=torch.int32, device=device))
 
     @cached_property
     def token_ids(self) -> Tensor:  # [B * W]
@@ -123,8 +124,11 @@ class KernelForward:
                 ]
                 found = self._pass([rows[n] for n, _ in pairs], [i for _, i in pairs], with_logits)
                 for (number, _), part in zip(pairs, found, strict=False):
-                    parts[number].append(part)
-        return torch.cat([part for row in parts for part in row]) if with_logits else None
+                    parts[number].append(part.clone())  # the next pass may write over it
+        if not with_logits:
+            return None
+        flat = [part for row in parts for part in row]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def _pass(
         self,
@@ -152,7 +156,7 @@ class KernelForward:
         return self._steps[key]
 
     def run(self, step: Step, with_logits: bool = True) -> Tensor | None:  # [B * W, V]
-        """Compute a pass that was filled; what it returns lasts until its next run."""
+        """Compute a pass that was filled; what it returns lasts until the next run of any pass."""
         self.refresh()
         key = (step.num_rows, step.width, with_logits)
         return self.graphs.run(key, lambda: self.compute(step, with_logits))

@@ -89,8 +89,9 @@ class StaticCache:
         shape = (a.num_layers, num_rows, a.num_kv_heads, capacity, a.head_dim)
         self._free += range(self._num_slots, num_rows)
         self._num_slots = num_rows
-        self.keys = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        self.values = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        with torch.inference_mode(False):  # so that they can be written in any mode
+            self.keys = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            self.values = torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, H, capacity, D] of one layer."""

@@ -1,15 +1,14 @@
 """Bugs these tests would catch: a family computed with another's norms, biases, windows or angles;
 padding that is kept, or that writes over another row; logits given to the wrong row where widths
-differ; bits that depend on the tokens or rows read beside; a cache that forgets when it grows, hands
-a slot out twice or never again; a pass that is captured and reads where the cache was; greedy text
-that is not the target's own, or goes on after EOS.
+differ, or written over by the next pass; bits that depend on the tokens or rows read beside; a
+cache that forgets when it grows, hands a slot out twice or never again; a pass that is captured and
+reads where the cache was; greedy text that is not the target's own, or goes on after EOS.
 
 float32 against transformers: the two sum in other orders, 1e-4 of the largest logit. Bits: equal.
 In the interpreter a launch takes milliseconds a program, so texts are as short as they can be.
 """
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,10 +30,9 @@ SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads"
 
 
 @pytest.fixture(autouse=True)
-def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk of keys, so that no program runs for nothing."""
     monkeypatch.setattr(static_cache, "FIRST_CAPACITY", 128)
-    yield
 
 
 def target(model: Any, exactness: str = "law") -> NativeTarget:
@@ -90,6 +88,37 @@ def test_long_passes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     ours.prefill(rows[1], ids(4))
     found = ours.score(rows, [ids(2), ids(11)[4:], ids(1)])
     assert relative(found[1], wanted) < 1e-4
+
+
+class OnePlace:
+    """Captured passes at their worst: what one leaves is written over by the next."""
+
+    def __init__(self) -> None:
+        self.left: list[torch.Tensor] = []
+
+    def run(self, key: Any, compute: Any, changes: Any = ()) -> Any:
+        for tensor in self.left:
+            tensor.fill_(torch.nan)
+        out = compute()
+        self.left = [] if out is None else [out]
+        return out
+
+    def clear(self) -> None:
+        self.left.clear()
+
+
+def test_what_a_pass_returns_outlives_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Llama", **SMALL)
+    ours = target(model)
+    text, row = ids(4), ours.open()
+    wanted = logits(TransformersTarget(model, None), text, 4)
+    monkeypatch.setattr(kernel_forward, "WIDTHS", (1, 2))
+    monkeypatch.setattr(forward(ours), "graphs", OnePlace())
+    found = ours.score([row], [text])[0]
+    ours.rollback(row, 0)
+    again = [ours.score([row], [[token]])[0] for token in text]
+    assert relative(found, wanted) < 1e-4
+    assert relative(torch.cat(again), wanted) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral, window"])

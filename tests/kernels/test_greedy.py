@@ -1,4 +1,4 @@
-"""Would catch: a tie that goes to a higher id, within a split or between two; a maximum in the last,
+"""Would catch: a tie that goes to a higher id, in a split or between two; a maximum in the last,
 ragged split lost; padding that moves on; a token that the next pass does not read.
 """
 
