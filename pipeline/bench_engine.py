@@ -129,7 +129,7 @@ def kernel_times(engine: Engine, context: int, rounds: int) -> dict[str, Any]:
     spent: dict[str, list[float]] = defaultdict(list)
     for event in profile.events() or ():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            spent[event.name].append(event.device_time)
+            spent[event.name].append(event.time_range.elapsed_us())
     return {
         name: {"launches": len(times) / rounds, "microseconds": sum(times) / rounds}
         for name, times in sorted(spent.items(), key=lambda pair: -sum(pair[1]))
@@ -346,7 +346,7 @@ def _pass_table(passes: Sequence[Mapping[str, Any]], bandwidth: float | None, ti
     return table
 
 
-def swept(name: str, dtype: str, device: str | None, num_rows: int) -> dict[str, Any]:
+def swept(name: str, dtype: str, device: str | None, num_rows: Sequence[int]) -> dict[str, Any]:
     """The sweep of tiles, with its conditions."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     engine = Engine(name, dtype, device, "law")
@@ -376,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--skip", nargs="+", default=(), choices=PARTS)
     parser.add_argument("--overlap", default=None, choices=MODES, help="else the pinned one")
     parser.add_argument("--sweep", action="store_true", help="time candidates for tiles instead")
-    parser.add_argument("--sweep-rows", type=int, default=1)
+    parser.add_argument("--sweep-rows", type=int, nargs="+", default=(1, 64))
     given = vars(parser.parse_args(arguments))
     out, name, rows = given.pop("out"), given.pop("target"), given.pop("sweep_rows")
     if (mode := given.pop("overlap")) is not None:
@@ -384,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.pop("sweep"):
         results = told(swept(name, given["dtype"], given["device"], rows), out)
         found = results["sweep"]
-        show(sweep_table(found, results["copy_bandwidth"]), *pinned_lines(found))
+        show(sweep_table(found, rows), *pinned_lines(found))
         return
     show(*tables(told(measure(name, **given), out)))
 

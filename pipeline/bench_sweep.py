@@ -6,7 +6,7 @@ come from memory and not from the cache. What is printed can be put into kernels
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from statistics import median
@@ -92,11 +92,11 @@ def candidates(site: Site, itemsize: int) -> Iterator[Tile]:
 
 def sweep(
     forward: KernelForward,
-    num_rows: int,
+    num_rows: Sequence[int],
     advance: Callable[[], None] = lambda: None,
     most: int | None = None,  # candidates a site, the first ones; None: all
 ) -> dict[str, Any]:
-    """By site: microseconds of one product with every candidate, the best first."""
+    """By site: microseconds of one product with every candidate, the best for few rows first."""
     found = {}
     for site in sites(forward):
         found[site.name] = {
@@ -110,34 +110,40 @@ def sweep(
 
 
 @torch.inference_mode()
-def time_site(site: Site, num_rows: int, most: int | None) -> list[dict[str, Any]]:
+def time_site(site: Site, num_rows: Sequence[int], most: int | None) -> list[dict[str, Any]]:
     """Every candidate that compiles and fits, fastest first; the pinned one is among them."""
     weight = site.weights[0][0]
-    x = torch.randn(num_rows, site.shape[1], device=weight.device).to(weight.dtype)
+    inputs = [
+        torch.randn(rows, site.shape[1], device=weight.device).to(weight.dtype) for rows in num_rows
+    ]
     pinned = product_tile(site.kind, *site.shape, device=weight.device)
-    chosen = [pinned, *(t for t in candidates(site, x.element_size()) if t != pinned)][:most]
-
-    def compiled(tile: Tile) -> Tile | None:
-        try:
-            with torch.inference_mode():
-                site.multiply(x, site.weights[0], tile)
-        except Exception as error:  # whatever a compiler raises; the others are still worth timing
-            log.info("%s %s: %s", site.name, tile, str(error).strip().splitlines()[:1])
-            return None
-        return tile
-
+    others = (tile for tile in candidates(site, weight.element_size()) if tile != pinned)
     workers = COMPILERS if weight.is_cuda else 1
     with ThreadPoolExecutor(workers) as pool:
-        able = [tile for tile in pool.map(compiled, chosen) if tile is not None]
+        chosen = [pinned, *others][:most]
+        able = list(pool.map(lambda tile: _is_able(site, inputs, tile), chosen))
     timed = [
         {
             "tile": list(astuple(tile)),
             "pinned": tile == pinned,
-            "microseconds": 1e6 * _seconds(site, x, tile) / len(site.weights),
+            "microseconds": [1e6 * _seconds(site, x, tile) / len(site.weights) for x in inputs],
         }
-        for tile in able
+        for tile, is_able in zip(chosen, able, strict=True)
+        if is_able
     ]
     return sorted(timed, key=lambda row: row["microseconds"])
+
+
+def _is_able(site: Site, inputs: Sequence[Tensor], tile: Tile) -> bool:
+    """Whether a candidate compiles and fits; it has then been compiled."""
+    try:
+        with torch.inference_mode():
+            for x in inputs:
+                site.multiply(x, site.weights[0], tile)
+    except Exception as error:  # whatever a compiler raises; the others are still worth timing
+        log.info("%s %s: %s", site.name, tile, str(error).strip().splitlines()[:1])
+        return False
+    return True
 
 
 def _seconds(site: Site, x: Tensor, tile: Tile) -> float:
@@ -170,19 +176,31 @@ def replay_seconds(graph: Any, inner: int) -> float:
     return start.elapsed_time(stop) / 1e3 / inner
 
 
-def sweep_table(found: Mapping[str, Any], bandwidth: float | None) -> Table:
-    """The three best of each site beside the pinned one."""
-    table = new_table("products: us, share of copy bandwidth", "product", "tile", "us", "share")
+def sweep_table(found: Mapping[str, Any], num_rows: Sequence[int]) -> Table:
+    """The best of each site, for each number of rows, beside the pinned one."""
+    heads = [f"us at {rows}" for rows in num_rows]
+    table = new_table("products", "product", "tile", *heads, "TB/s", "chosen for")
     for name, site in found.items():
-        rows = site["tiles"]
-        shown = rows[:3] + [row for row in rows[3:] if row["pinned"]]
-        for row in shown:
-            seconds = row["microseconds"] / 1e6
-            share = f"{site['bytes'] / seconds / bandwidth:.0%}" if bandwidth and seconds else "-"
-            tile = f"Tile{tuple(row['tile'])}" + (" pinned" if row["pinned"] else "")
-            where = f"{name} {tuple(site['shape'])}"
-            table.add_row(where, tile, f"{row['microseconds']:.2f}", share)
+        where = f"{name} {tuple(site['shape'])}"
+        for label, row in _shown(site["tiles"], num_rows):
+            seconds = row["microseconds"][0] / 1e6
+            rate = f"{site['bytes'] / seconds / 1e12:.2f}" if seconds else "-"
+            times = [f"{spent:.2f}" for spent in row["microseconds"]]
+            table.add_row(where, f"Tile{tuple(row['tile'])}", *times, rate, label)
     return table
+
+
+def _shown(
+    rows: Sequence[Mapping[str, Any]], num_rows: Sequence[int]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for place, count in enumerate(num_rows):
+        for row in sorted(rows, key=lambda row: row["microseconds"][place])[:3]:
+            yield f"{count} rows", row
+    for row in sorted(rows, key=lambda row: sum(row["microseconds"]))[:2]:
+        yield "their sum", row
+    for row in rows:
+        if row["pinned"]:
+            yield "pinned", row
 
 
 def pinned_lines(found: Mapping[str, Any]) -> list[str]:

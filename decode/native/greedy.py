@@ -67,7 +67,7 @@ class _Arrivals:
         step, batch = self._step, self._step.batch
         logits = self._forward.compute(step)
         assert logits is not None
-        taken = torch.zeros_like(batch.slots)
+        taken = torch.empty_like(batch.slots)
         take_greedy(logits, step.token_ids, batch.positions, batch.widths, taken)
         return taken
 
