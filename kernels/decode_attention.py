@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.heads import Batch
+from kernels.launching import launch
 from kernels.matrix import multiply, narrow
 from kernels.overlap import follow, options
 from kernels.tiles import Attention, attention_tile
@@ -109,7 +110,9 @@ def _attend(
     shape = {"QUERY_HEADS": num_heads, "SIZE": size, "WIDE": max(16, triton.next_power_of_2(size))}
     seen = NO_WINDOW if window is None else window
     tiles = triton.cdiv(tokens * (num_heads // kv_heads), ROWS)
-    attend_chunk_kernel[(num_chunks, kv_heads * tiles, rows)](
+    launch(
+        attend_chunk_kernel,
+        (num_chunks, kv_heads * tiles, rows),
         query,
         keys,
         values,
@@ -129,7 +132,9 @@ def _attend(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    merge_chunks_kernel[(rows * tokens, num_heads)](
+    launch(
+        merge_chunks_kernel,
+        (rows * tokens, num_heads),
         *places,
         sums,
         peaks,

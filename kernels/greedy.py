@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launching import launch
 from kernels.overlap import follow, options
 
 
@@ -32,10 +33,19 @@ def take_greedy(
     splits = triton.cdiv(vocab, block)
     peaks = torch.empty(num_rows, splits, dtype=torch.float32, device=logits.device)
     ids = torch.empty_like(peaks, dtype=torch.int32)
-    greedy_split_kernel[(splits, num_rows)](
-        logits, peaks, ids, VOCAB=vocab, BLOCK=block, **options(logits.device)
+    launch(
+        greedy_split_kernel,
+        (splits, num_rows),
+        logits,
+        peaks,
+        ids,
+        VOCAB=vocab,
+        BLOCK=block,
+        **options(logits.device),
     )
-    greedy_take_kernel[(num_rows,)](
+    launch(
+        greedy_take_kernel,
+        (num_rows,),
         peaks,
         ids,
         token_ids,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launching import launch
 from kernels.matrix import narrow, rounded, total_of_parts
 from kernels.norm import norm_reference
 from kernels.overlap import follow, options
@@ -97,7 +98,9 @@ def split_heads(
     _, kv_heads, capacity, size = keys.shape
     num_heads = parts.shape[2] // size - 2 * kv_heads
     out = torch.empty(parts.shape[1], num_heads, size, dtype=keys.dtype, device=keys.device)
-    split_heads_kernel[(parts.shape[1], num_heads + 2 * kv_heads)](
+    launch(
+        split_heads_kernel,
+        (parts.shape[1], num_heads + 2 * kv_heads),
         parts,
         bias,
         None if norms is None else norms.query,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launching import launch
 from kernels.matrix import narrow, rounded, total_of_parts
 from kernels.overlap import follow, options
 
@@ -69,7 +70,9 @@ def _launch(
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(size)
-    add_norm_kernel[(num_rows,)](
+    launch(
+        add_norm_kernel,
+        (num_rows,),
         source,
         token_ids,
         parts,

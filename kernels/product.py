@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launching import launch
 from kernels.matrix import multiply, narrow, rounded
 from kernels.overlap import announce, options, prefetch, wait
 from kernels.tiles import Tile, product_tile, row_block
@@ -95,7 +96,9 @@ def _launch(
     block_m = row_block(num_rows)
     # Programs that read the same part of W are neighbours, and find it in the cache.
     grid = (triton.cdiv(num_rows, block_m), triton.cdiv(num_out, tile.block_n), tile.split)
-    product_kernel[grid](
+    launch(
+        product_kernel,
+        grid,
         x,
         weight,
         second,

@@ -11,6 +11,7 @@ With exactness "bitwise" all products are ours, whatever the number of rows; "la
 many rows to cuBLAS.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +28,10 @@ from decode.native.static_cache import StaticCache, StaticRow
 from decode.native.weights import Layer, Weights
 from kernels.decode_attention import decode_attention
 from kernels.heads import Batch, HeadNorms, split_heads
+from kernels.launching import collected, compile_all
 from kernels.norm import add_norm, embed_norm
 from kernels.product import gated_product, product, product_parts
+from kernels.tiles import ROW_BLOCKS
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 32, 64, 128, 256)  # tokens of a row; more take turns
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -147,6 +150,17 @@ class KernelForward:
             return []
         by_row = logits.view(step.num_rows, step.width, -1)
         return [by_row[b, :width] for b, width in enumerate(widths)]
+
+    def prepare(self) -> None:
+        """Compile, on every core, what passes of any number of rows need, where there is CUDA."""
+        device = self.weights.embedding.device
+        if device.type != "cuda":
+            return
+        self.refresh()
+        with torch.inference_mode(), collected() as launches:
+            for width in ROW_BLOCKS:
+                self.compute(self.step(1, width))
+        compile_all(launches, device, os.cpu_count() or 1)
 
     def step(self, num_rows: int, width: int) -> Step:
         """The smallest pass that takes so many rows and tokens."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from decode.native.architecture import read_architecture
 from decode.native.cache import CacheRow
 from decode.native.exactness import width_dependence
 from decode.native.forward import Forward
-from decode.native.kernel_forward import KernelForward
 from decode.native.products import blocked_is_possible
 from decode.native.rope import RopeTable
 from decode.native.static_cache import StaticRow
@@ -21,6 +20,9 @@ from decode.targets.choices import EXACTNESS
 from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.transformers import eos_token_ids
 from decode.types import TargetSession
+
+if TYPE_CHECKING:
+    from decode.native.kernel_forward import KernelForward
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +105,9 @@ class NativeTarget:
 
     def open(self) -> CacheRow | StaticRow:
         """A fresh row."""
-        if isinstance(self._forward, KernelForward):
-            return self._forward.open()
-        return CacheRow(self.architecture, self.dtype, self._device)
+        if isinstance(self._forward, Forward):
+            return CacheRow(self.architecture, self.dtype, self._device)
+        return self._forward.open()
 
     @torch.inference_mode()
     def prefill(self, session: TargetSession, token_ids: Sequence[int]) -> None:
@@ -134,14 +136,20 @@ class NativeTarget:
         row = _row(session)
         row.length = min(row.length, length)
 
-    def _take(self, model: Any, take: bool) -> Forward | KernelForward:
+    def _take(self, model: Any, take: bool) -> "Forward | KernelForward":
         dtype, a = self.dtype, self.architecture
         rope = RopeTable(model.model.rotary_emb, a.head_dim, dtype)
         blocked = take and not self._kernels and blocked_is_possible(self._device, dtype)
         self.layout = "blocked" if blocked else "stacked"
         weights = take_weights(model, self.layout)
-        make = KernelForward if self._kernels else Forward
-        return make(a, weights, rope, pinned=self.exactness == "bitwise")
+        pinned = self.exactness == "bitwise"
+        if not self._kernels:
+            return Forward(a, weights, rope, pinned)
+        from decode.native.kernel_forward import KernelForward  # Triton is not everywhere
+
+        forward = KernelForward(a, weights, rope, pinned)
+        forward.prepare()
+        return forward
 
     def _check(self) -> str | None:
         found = width_dependence(self)
