@@ -28,7 +28,7 @@ DTYPES = tuple(ROUNDING)
 # Whole blocks and shares; ragged columns; ragged rows of W and a last share with nothing in it.
 SHAPES = [(48, 64, Tile(16, 32, 2, 4, 2)), (64, 100, Tile(32, 32, 2, 4, 2))]
 SHAPES += [(53, 36, Tile(16, 16, 4, 4, 2)), (16, 320, Tile(16, 64, 5, 4, 3))]
-WIDTHS = (1, 2, 5, 15, 16, 17, 33, 64, 100, 129)
+WIDTHS = (2, 15, 17, 64, 129)
 
 
 def random(dtype: torch.dtype, *shape: int, seed: int) -> Tensor:
@@ -74,19 +74,22 @@ def test_a_row_does_not_know_its_neighbours(
     num_out: int, num_in: int, tile: Tile, dtype: torch.dtype
 ) -> None:
     x, weight = random(dtype, 130, num_in, seed=1), random(dtype, num_out, num_in, seed=2)
-    alone = torch.cat([product_parts(x[i : i + 1], weight, tile) for i in range(130)], dim=1)
+    some = [0, 1, 14, 16, 63, 127, 129]
+    alone = torch.cat([product_parts(x[i : i + 1], weight, tile) for i in some], dim=1)
+    whole = product_parts(x, weight, tile)
+    assert torch.equal(whole[:, some], alone)
     for width in WIDTHS:
-        assert torch.equal(product_parts(x[:width], weight, tile), alone[:, :width]), width
+        assert torch.equal(product_parts(x[:width], weight, tile), whole[:, :width]), width
         last = x[130 - width :].contiguous()
-        assert torch.equal(product_parts(last, weight, tile), alone[:, 130 - width :]), width
+        assert torch.equal(product_parts(last, weight, tile), whole[:, 130 - width :]), width
 
 
 def test_gates_do_not_know_their_neighbours_either() -> None:
     x, gate, up = (random(torch.bfloat16, n, 64, seed=n) for n in (100, 49, 50))
     up = up[:49].contiguous()
-    alone = torch.cat([gated_product(x[i : i + 1], gate, up) for i in range(100)])
-    for width in WIDTHS[:-1]:
-        assert torch.equal(gated_product(x[:width], gate, up), alone[:width]), width
+    whole = gated_product(x, gate, up)
+    for width in (1, *WIDTHS[:-1]):
+        assert torch.equal(gated_product(x[:width], gate, up), whole[:width]), width
 
 
 def test_rows_of_the_workspace_are_all_written() -> None:
