@@ -9,7 +9,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
+from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from rich.table import Table
 from torch import Tensor
 
 from decode.native.kernel_forward import KernelForward
+from kernels.decode_attention import decode_attention
+from kernels.heads import Batch
 from kernels.product import gated_product, product, product_parts
-from kernels.tiles import SHARED_BYTES, Tile, product_tile
+from kernels.tiles import SHARED_BYTES, Attention, Tile, attention_tile, product_tile
 from pipeline.bench_command import new_table
 
 log = logging.getLogger(__name__)
@@ -28,6 +32,8 @@ WARPS, STAGES = (4, 8), (3, 5)
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
 PROGRAMS = (80, 1100)  # fewer leave the chip empty, more repeat their starts and ends
 COMPILERS = 16  # threads
+CHUNKS, KEY_BLOCKS, KEY_WARPS = (64, 128, 256), (32, 64, 128), (2, 4, 8)
+CONTEXTS = (512, 2048)  # tokens
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,51 @@ def _seconds(site: Site, x: Tensor, tile: Tile) -> float:
             site.multiply(x, weights, tile)
 
     return graph_seconds(play, rounds=5) if x.is_cuda else 0.0
+
+
+@torch.inference_mode()
+def sweep_attention(forward: KernelForward, most: int | None = None) -> list[dict[str, Any]]:
+    """Microseconds of one layer's attention by context, for one token of one row and for five."""
+    a, device = forward.architecture, forward.weights.embedding.device
+    contexts = CONTEXTS if device.type == "cuda" else CONTEXTS[:1]
+    forward.cache.reserve(num_tokens=max(contexts) + 8)
+    key_bytes = 2 * a.head_dim * forward.weights.embedding.element_size()  # and its value's
+    chosen = [
+        Attention(*numbers)
+        for numbers in itertools.product(CHUNKS, KEY_BLOCKS, KEY_WARPS, STAGES)
+        if numbers[0] % numbers[1] == 0 and numbers[1] * numbers[3] * key_bytes <= SHARED_BYTES
+    ]
+    pinned = attention_tile(device)
+    found = []
+    for tile in [pinned, *(tile for tile in chosen if tile != pinned)][:most]:
+        times = {}
+        for context, width in itertools.product(contexts, (1, 5)):
+            step = forward.step(1, width)
+            row = SimpleNamespace(slot=0, length=context)
+            step.fill([row], [[0] * width])  # type: ignore[list-item]
+            shape = width, a.num_heads, a.head_dim
+            query = torch.randn(shape, device=device).to(forward.weights.embedding.dtype)
+            play = partial(_attend_layers, forward, query, step.batch, tile)
+            spent = graph_seconds(play, rounds=5) if query.is_cuda else 0.0
+            times[f"{width} after {context}"] = 1e6 * spent / a.num_layers
+        found.append({"tile": list(astuple(tile)), "pinned": tile == pinned, "microseconds": times})
+    return sorted(found, key=lambda row: sum(row["microseconds"].values()))
+
+
+def _attend_layers(forward: KernelForward, query: Tensor, batch: Batch, tile: Attention) -> None:
+    scale = forward.architecture.head_dim**-0.5
+    for number in range(forward.architecture.num_layers):
+        decode_attention(query, *forward.cache.layer(number), batch, None, scale, tile)
+
+
+def attention_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    """The best and the pinned choice of chunks, blocks, warps and stages."""
+    names = list(found[0]["microseconds"])
+    table = new_table("attention of a layer, us", "chunks", *names)
+    for row in [*found[:5], *(row for row in found[5:] if row["pinned"])]:
+        label = f"Attention{tuple(row['tile'])}" + (" pinned" if row["pinned"] else "")
+        table.add_row(label, *(f"{row['microseconds'][name]:.2f}" for name in names))
+    return table
 
 
 def graph_seconds(play: Callable[[], Any], rounds: int, inner: int = 3) -> float:

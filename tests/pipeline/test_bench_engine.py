@@ -15,8 +15,9 @@ from tiny import tiny_model, tiny_tokenizer
 
 from decode.native import kernel_forward, static_cache
 from kernels.tiles import SHARED_BYTES, Tile
-from pipeline import bench_engine
-from pipeline.bench_engine import Engine, bit_equality, main
+from pipeline import bench_engine, bench_sweep
+from pipeline.bench_engine import main
+from pipeline.bench_passes import Engine, bit_equality
 from pipeline.bench_sweep import Site, candidates, pinned_lines
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
@@ -71,11 +72,15 @@ def test_a_product_that_depends_on_the_rows_is_found(
     assert found["where"] == ["1 rows of 2"]
 
 
-def test_the_sweep_says_what_to_pin(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sweep_says_what_to_pin(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_sweep, "CONTEXTS", (9,))
     main([str(folder), "--dtype", "float32", "--sweep"])
     printed = capsys.readouterr().out
     assert '("parts", 64, 32): Tile(32, 32, 1, 4, 4),' in printed
     assert '("gated", 48, 32): ' in printed
+    assert "Attention(128, 64, 4, 3) pinned" in printed
 
 
 @pytest.mark.parametrize(
