@@ -9,6 +9,7 @@ In the interpreter a launch takes milliseconds a program, so texts are as short 
 """
 
 import gc
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,14 +17,18 @@ import pytest
 import torch
 from native_models import FAMILIES, ROPES, build, family, ids, logits, relative
 
-from decode.native import kernel_forward, static_cache
+from decode import SpeculativeDecoder
+from decode.native import exactness, kernel_forward, static_cache
 from decode.native import target as native_target
 from decode.native.exactness import width_dependence
 from decode.native.greedy import write_greedily
 from decode.native.kernel_forward import KernelForward
 from decode.native.target import NativeTarget
+from decode.policies.fixed import FixedConfig
 from decode.targets.backends import make_target
 from decode.targets.transformers import TransformersTarget
+from drafters.base import BuildContext, target_parts
+from drafters.ngram import NgramConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -223,3 +228,47 @@ def test_captured_passes_on_a_gpu(dtype: torch.dtype) -> None:
     assert ours.width_dependence is None
     assert width_dependence(ours) is None  # every graph a second time
     assert forward(ours).graphs.report()["count"] > 5
+
+
+def test_a_planted_product_that_depends_on_the_rows_is_found_at_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (("WIDTHS", (3,)), ("NUM_READ", 2), ("NUM_ALONE", 2)):
+        monkeypatch.setattr(exactness, name, value)
+    model = build("Llama", **SMALL)  # float32, in which so small a model shows it
+    with caplog.at_level(logging.WARNING):
+        assert target(model, "bitwise").width_dependence is None
+    assert not caplog.messages
+    whole = kernel_forward.product_parts
+
+    def planted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if len(x) < 3:
+            return whole(x, weight)
+        left = x.clone()
+        left[:, x.shape[1] // 2 :] = 0
+        return whole(left, weight) + whole(x - left, weight)
+
+    monkeypatch.setattr(kernel_forward, "product_parts", planted)
+    with caplog.at_level(logging.WARNING):
+        found = target(model, "bitwise").width_dependence
+    assert found is not None
+    assert "when 3 tokens are read at once" in found
+    assert found in caplog.messages[0]
+
+
+def test_speculative_text_is_plain_text_to_the_bit() -> None:
+    shape = {**SMALL, "num_hidden_layers": 1}
+    ours = target(build("Llama", dtype=torch.bfloat16, **shape))
+    ngram = NgramConfig(min_ngram=1, max_ngram=2, max_offer=4).build(
+        BuildContext(target_parts(ours))
+    )
+    fixed = FixedConfig(drafter="ngram", num_draft_tokens=4).build(None, ["ngram"], 0)
+    prompts = [[5, 6, 7, 5, 6], [3]]
+    plain = SpeculativeDecoder(ours).generate(prompts, 9)
+    assert {metrics.backend for metrics in plain.metrics} == {"native"}
+    assert plain.token_ids == write_greedily(forward(ours), prompts, 9)
+    result = SpeculativeDecoder(ours, {"ngram": ngram}, fixed).generate(prompts, 9)
+    assert result.token_ids == plain.token_ids
+    steps = [step for records in result.records for step in records]
+    assert sum(step.num_accepted for step in steps) > 0
+    assert sum(step.num_drafted - step.num_accepted for step in steps) > 0
