@@ -67,9 +67,16 @@ def engine_way(engine: Engine, clock: Clock) -> Way:
     return write
 
 
-def compiled_way(target: TransformersTarget, clock: Clock) -> Way:
-    """transformers' own greedy loop over a static cache, which it compiles on a GPU."""
+def compiled_way(target: TransformersTarget, clock: Clock, num_positions: int) -> Way:
+    """transformers' own greedy loop over a static cache, which it compiles on a GPU.
 
+    One cache serves all prompts, since another length would be compiled anew, within a text.
+    """
+    from transformers import StaticCache
+
+    cache = StaticCache(config=target.model.config, max_cache_len=num_positions)
+
+    @torch.inference_mode()
     def write(prompt: list[int], max_new_tokens: int) -> Text:
         times: list[float] = []
 
@@ -77,7 +84,9 @@ def compiled_way(target: TransformersTarget, clock: Clock) -> Way:
             times.append(clock.now())
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-        options = {"stopping_criteria": [note], "cache_implementation": "static"}
+        if cache.get_seq_length():
+            cache.reset()
+        options = {"stopping_criteria": [note], "past_key_values": cache}
         text = own_text(target, prompt, max_new_tokens, **options)
         return Text(text, times[-1] - times[0])
 
@@ -90,19 +99,20 @@ def texts_in_turn(
     """By way: seconds of its first call, median tokens a second, equal texts."""
     model = load_causal_lm(engine.name, getattr(torch, dtype)).to(engine.device)
     theirs = TransformersTarget(model, engine.tokenizer, engine.name)
+    prompts = prompt_list(engine.tokenizer, num_prompts)
+    num_positions = max(len(prompt) for prompt in prompts) + max_new_tokens
     ways = {
-        COMPILED: compiled_way(theirs, clock),
+        COMPILED: compiled_way(theirs, clock, num_positions),
         ENGINE: engine_way(engine, clock),
         "native, decoder": decoder_way(engine.target, clock),
     }
-    prompts = prompt_list(engine.tokenizer, num_prompts)
     texts: dict[str, list[Text]] = {name: [] for name in ways}
     first: dict[str, float] = {}
     for name, way in ways.items():
         start = clock.now()
         way(prompts[0], min(8, max_new_tokens))
         first[name] = clock.now() - start
-        way(prompts[0], max_new_tokens)  # a static cache of another length is compiled anew
+        way(prompts[0], max_new_tokens)
     with progress("engine: texts", len(prompts) * len(ways), "texts") as meter:
         for prompt in prompts:
             for name, way in ways.items():
