@@ -158,7 +158,7 @@ def product_kernel(
     weights = row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_N, BLOCK_K]
     inputs = m.to(tl.int64)[None, :] * K + k[:, None]  # [BLOCK_K, BLOCK_M]
     if OVERLAP > 1:
-        first = split * (share * BLOCK_K)
+        first = tl.minimum(split * (share * BLOCK_K), K - 1)
         starts = row.to(tl.int64)[:, None] * K + first
         prefetch(weight_ptr + starts, K - first, share * BLOCK_K, BLOCK_N)
         if second_ptr is not None:

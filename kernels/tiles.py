@@ -15,6 +15,7 @@ import triton
 ROW_BLOCKS = (16, 32, 64, 128)  # rows a program takes, the smallest that holds them all
 SHARED_BYTES = 200_000  # of a program's pipeline, of the 227 KB that a multiprocessor has
 PROGRAMS = 264  # two a multiprocessor, which hide each other's starts and ends
+UNEVEN = 1.1  # blocks that shares of one size may have, over those that there are
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,14 @@ def rule(kind: str, num_out: int, num_in: int) -> Tile:
     if kind == "parts":
         blocks = triton.cdiv(num_in, block_k)
         wanted = max(1, round(PROGRAMS * block_n / num_out))
-        # Shares of equal size where there are such, so that none ends last.
-        fits = [s for s in range(1, min(2 * wanted, max(1, blocks // 2)) + 1) if blocks % s == 0]
-        split = min(fits or [1], key=lambda s: abs(s - wanted))
+        # Shares of about equal size, so that none ends last.
+        fits = [
+            shares
+            for shares in range(1, min(2 * wanted, blocks) + 1)
+            if triton.cdiv(blocks, shares) * shares <= UNEVEN * blocks
+        ]
+        # Shares that are equal need no mask, which is worth a third more or fewer of them.
+        split = min(fits, key=lambda s: abs(s - wanted) + (blocks % s != 0) * wanted / 3)
     return Tile(block_n=block_n, block_k=block_k, split=split, num_warps=4, num_stages=4)
 
 

@@ -109,6 +109,15 @@ def test_the_choice_of_a_tile_follows_from_the_weight() -> None:
     assert [row_block(n) for n in (1, 16, 17, 64, 65, 1088)] == [16, 16, 32, 64, 128, 128]
 
 
+def test_shares_fill_the_chip_and_are_about_equal() -> None:
+    for num_out, num_in in ((2048, 1536), (1536, 8960), (896, 4864), (960, 576), (576, 1536)):
+        tile = rule("parts", num_out, num_in)
+        blocks = -(-num_in // tile.block_k)
+        assert -(-blocks // tile.split) * tile.split <= 1.1 * blocks
+        programs = -(-num_out // tile.block_n) * tile.split
+        assert programs >= 132 or tile.split >= blocks // 4
+
+
 @pytest.mark.parametrize("block_m", ROW_BLOCKS)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_pipeline_fits_the_shared_memory(block_m: int, itemsize: int) -> None:

@@ -15,7 +15,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from decode.native import kernel_forward, static_cache
 from kernels.tiles import SHARED_BYTES, Tile
-from pipeline import bench_engine, bench_sweep
+from pipeline import bench_plain, bench_sweep
 from pipeline.bench_engine import main
 from pipeline.bench_passes import Engine, bit_equality
 from pipeline.bench_sweep import Site, candidates, pinned_lines
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inter
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(static_cache, "FIRST_CAPACITY", 128)
-    monkeypatch.setattr(bench_engine, "QUESTIONS", ("w1 w2",))
+    monkeypatch.setattr(bench_plain, "QUESTIONS", ("w1 w2",))
     tiny_model(num_layers=1).save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     return tmp_path / "target"
@@ -118,9 +118,9 @@ def test_a_texts_seconds_end_with_its_own_last_token(monkeypatch: pytest.MonkeyP
             note()
         return [[5, 6, 7]]
 
-    monkeypatch.setattr(bench_engine, "write_greedily", written)
+    monkeypatch.setattr(bench_plain, "write_greedily", written)
     ticks = iter([1.0, 2.0, 4.0, 50.0])
     clock = SimpleNamespace(now=lambda: next(ticks))
     engine = SimpleNamespace(forward=None, target=SimpleNamespace(eos_token_ids=frozenset()))
-    text = bench_engine.engine_way(engine, clock)([1], 3)
+    text = bench_plain.engine_way(engine, clock)([1], 3)
     assert text.seconds == 3.0
