@@ -23,6 +23,7 @@ class Product(Protocol):
     """y = x W^T + b, and the same with what comes after it."""
 
     weight: Tensor
+    bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:  # [N, in] -> [N, out]
         """y."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,15 @@ from decode.native.exactness import width_dependence
 from decode.native.forward import Forward
 from decode.native.products import Product, blocked_is_possible
 from decode.native.rope import RopeTable
+from decode.native.static_cache import StaticRow
 from decode.native.weights import take_weights
 from decode.targets.choices import EXACTNESS
 from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.transformers import eos_token_ids
 from decode.types import TargetSession
+
+if TYPE_CHECKING:
+    from decode.native.kernel_forward import KernelForward
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +36,8 @@ class NativeTarget:
     then they are laid out as the processor likes them, and `.model` puts it together again when
     somebody asks for it. With exactness "bitwise" a token's logits depend on its row's tokens
     alone, never on how many are read at once; where this machine does not keep that, a warning at
-    load says so. "law" is a little faster.
+    load says so. "law" is a little faster. With `kernels`, by default on CUDA, passes run in Triton
+    kernels over a static cache.
 
     Raises UnsupportedModelError for a model of another kind, before it is touched.
     """
@@ -47,6 +52,7 @@ class NativeTarget:
         *,
         take: bool = False,
         exactness: str = "bitwise",
+        kernels: bool | None = None,
     ) -> None:
         if exactness not in EXACTNESS:
             raise ValueError(f"exactness={exactness} is not known; use {' or '.join(EXACTNESS)}")
@@ -61,6 +67,7 @@ class NativeTarget:
         self.parameter_shapes = [f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()]
         weight = model.model.embed_tokens.weight
         self.dtype, self._device = weight.dtype, weight.device
+        self._kernels = self._device.type == "cuda" if kernels is None else kernels
         self._forward = self._take(model, take)
         self.width_dependence = self._check() if exactness == "bitwise" else None
 
@@ -101,9 +108,11 @@ class NativeTarget:
         """Of all weights that are held, whoever holds them."""
         return self._forward.weights.num_bytes(self._model)
 
-    def open(self) -> CacheRow:
+    def open(self) -> CacheRow | StaticRow:
         """A fresh row."""
-        return CacheRow(self.architecture, self.dtype, self._device)
+        if isinstance(self._forward, Forward):
+            return CacheRow(self.architecture, self.dtype, self._device)
+        return self._forward.open()
 
     @torch.inference_mode()
     def prefill(self, session: TargetSession, token_ids: Sequence[int]) -> None:
@@ -132,13 +141,20 @@ class NativeTarget:
         row = _row(session)
         row.length = min(row.length, length)
 
-    def _take(self, model: Any, take: bool) -> Forward:
+    def _take(self, model: Any, take: bool) -> "Forward | KernelForward":
         dtype, a = self.dtype, self.architecture
         rope = RopeTable(model.model.rotary_emb, a.head_dim, dtype)
-        blocked = take and blocked_is_possible(self._device, dtype)
+        blocked = take and not self._kernels and blocked_is_possible(self._device, dtype)
         self.layout = "blocked" if blocked else "stacked"
         weights = take_weights(model, self.layout)
-        return Forward(a, weights, rope, pinned=self.exactness == "bitwise")
+        pinned = self.exactness == "bitwise"
+        if not self._kernels:
+            return Forward(a, weights, rope, pinned)
+        from decode.native.kernel_forward import KernelForward  # Triton is not everywhere
+
+        forward = KernelForward(a, weights, rope, pinned)
+        forward.prepare()
+        return forward
 
     def _check(self) -> str | None:
         found = width_dependence(self)
@@ -153,6 +169,6 @@ class NativeTarget:
         return found
 
 
-def _row(session: TargetSession) -> CacheRow:
-    assert isinstance(session, CacheRow)
+def _row(session: TargetSession) -> Any:
+    assert isinstance(session, CacheRow | StaticRow)
     return session

@@ -1,0 +1,119 @@
+"""Would catch: what only the interpreter accepts; a kernel that is compiled anew for another number
+of rows or tokens, and so could round otherwise; a launch that is made although it should only be
+noted; two launches of one kind compiled twice; code that spills where there is no room for it.
+
+The compiler needs no GPU to translate for one: a process of its own, in which Triton is not the
+interpreter, is told that its device is of compute capability 9.0.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.launching import collected, compile_all
+from kernels.norm import embed_norm
+from kernels.product import product_parts
+
+PROGRAM = r"""
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Device:  # what the compiler asks of a device
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+
+driver.set_active(Device())
+import kernels.overlap
+from kernels.decode_attention import decode_attention
+from kernels.greedy import take_greedy
+from kernels.heads import Batch, HeadNorms, split_heads
+from kernels.launching import collected, compile_all
+from kernels.norm import add_norm, embed_norm
+from kernels.product import gated_product, product, product_parts
+from kernels.tiles import Tile
+
+kernels.overlap.capability = lambda device: (9, 0)
+kernels.overlap.use(sys.argv[1])
+
+def new(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype)
+
+def ints(count):
+    return new(count, dtype=torch.int32)
+
+def launches(rows, width):
+    with collected() as found:
+        count, batch = rows * width, Batch(ints(rows), ints(rows), ints(rows), width)
+        residual, x = embed_norm(ints(count), new(99, 512), new(512), 1e-6)
+        parts = product_parts(x, new(512, 512), Tile(64, 64, 2, 4, 3))
+        caches = new(2, 2, 512, 64), new(2, 2, 512, 64)
+        norms = HeadNorms(new(64), new(64), 1e-6)
+        query = split_heads(parts, new(512), norms, new(512, 32), new(512, 32), batch, *caches)
+        decode_attention(query, *caches, batch, None if width > 1 else 7, 0.1)
+        x = add_norm(parts, None, residual, new(512), 1e-6)
+        gated_product(x, new(300, 512), new(300, 512), new(300), new(300))
+        logits = product(x, new(777, 512), tile=Tile(32, 128, 1, 4, 3))
+        take_greedy(logits[:rows].contiguous(), ints(rows), ints(rows), ints(rows), ints(rows))
+    return found
+
+few, more, cpu = launches(1, 1), launches(3, 5), torch.device("cpu")
+numbers = [compile_all(few, cpu, 2), compile_all(few + more, cpu, 2)]
+compiled = [one.kernel.warmup(*one.args, grid=one.grid, **one.options) for one in few + more]
+numbers.append(len({id(kernel) for kernel in compiled}))  # as Triton itself tells them apart
+assembly = [kernel.asm["ptx"] for kernel in compiled[: len(few)]]
+print(json.dumps({
+    "numbers": numbers,
+    "launches": len(few),
+    "waits": sum("griddepcontrol.wait" in text for text in assembly),
+    "prefetches": sum("prefetch.global" in text for text in assembly),
+    "wide": sum("cp.async.cg.shared.global" in text for text in assembly),
+}))
+"""
+
+
+@pytest.mark.parametrize("overlap", ["off", "prefetch"])
+def test_everything_compiles_for_a_gpu_once_for_all_widths(overlap: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, overlap],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    told = json.loads(ran.stdout.splitlines()[-1])
+    assert told["launches"] == 10
+    assert told["numbers"] == [10, 10, 10]  # fifteen tokens take what one takes
+    assert told["wide"] == 4  # three products and attention: 16 bytes a copy
+    assert told["waits"] == (0 if overlap == "off" else 10)
+    assert told["prefetches"] == (0 if overlap == "off" else 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+def test_launches_are_noted_and_not_made() -> None:
+    ids, embedding = torch.zeros(2, dtype=torch.int32), torch.ones(3, 32)
+    weight = torch.ones(32)
+    with collected() as launches:
+        residual, _ = embed_norm(ids, embedding, weight, 1e-6)
+        residual.fill_(7.0)
+        for _ in range(3):
+            product_parts(residual, torch.ones(16, 32))
+        product_parts(residual.bfloat16(), torch.ones(16, 32).bfloat16())
+    assert len(launches) == 5
+    assert bool((residual == 7.0).all())
+    assert len({launch.kind() for launch in launches}) == 3
+    assert compile_all(launches, torch.device("cpu"), 1) == 3
+    made, _ = embed_norm(ids, embedding, weight, 1e-6)
+    assert bool((made == 1.0).all())
