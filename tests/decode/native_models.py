@@ -99,4 +99,5 @@ def logits(target: TransformersTarget | NativeTarget, text: list[int], width: in
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+    found, wanted = found.double().cpu(), wanted.double().cpu()
+    return float((found - wanted).abs().max() / wanted.abs().max())
