@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from decode import Sampling, SpeculativeDecoder
 from decode.clock import VirtualClock
 from decode.cost_measurement import quick_costs
+from decode.native.forward import Forward
 from decode.native.products import blocked_is_possible
 from decode.native.target import NativeTarget
 from decode.policies.fixed import FixedConfig
@@ -116,13 +117,13 @@ def test_greedy_text_is_the_other_backends_for_every_policy(name: str) -> None:
 def test_a_batch_is_scored_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = targets("qwen2")
     passes: list[int] = []
-    whole = ours._forward
+    whole = Forward.__call__
 
-    def counted(rows: Sequence[Any], ids: Sequence[Any], with_logits: bool) -> Any:
+    def counted(self: Forward, rows: Sequence[Any], ids: Sequence[Any], with_logits: bool) -> Any:
         passes.append(len(rows))
-        return whole(rows, ids, with_logits)
+        return whole(self, rows, ids, with_logits)
 
-    monkeypatch.setattr(ours, "_forward", counted)
+    monkeypatch.setattr(Forward, "__call__", counted)
     SpeculativeDecoder(ours).generate([[1, 2], [3, 4, 5], [6, 7, 8, 9]], 6)
     assert passes[:4] == [1, 1, 1, 3]  # three prompts, then all rows at once
 
