@@ -12,7 +12,7 @@ __all__ = ["load_decoder"]
 # long; beside one busy process of somebody else each of the hundred parallel regions of a pass then
 # waits for its slice of time, and the pass takes ten times as long (LOG.md). So they soon sleep.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def __getattr__(name: str) -> Any:

@@ -47,4 +47,4 @@ def test_threads_sleep_soon_unless_somebody_chose_otherwise(tmp_path, chosen):
     done = subprocess.run(
         program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    assert f"GOMP_SPINCOUNT = '{chosen or 1000}'" in done.stderr
+    assert f"GOMP_SPINCOUNT = '{chosen or 3000}'" in done.stderr
