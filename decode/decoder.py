@@ -1,5 +1,6 @@
 """The decoder that people use: a target, a pool of drafters, a policy, and lossless text."""
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from decode.verification import select_verifier
 
 T = TypeVar("T", bound=str | None)
 COUPLINGS = ("rejection", "gumbel")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,10 @@ class SpeculativeDecoder:
     "ngram": "ngram"}. Without drafters it is plain decoding; without a policy the default one, with
     costs measured now.
 
+    With coupling "gumbel" the text follows from the request's seed, whatever is drafted, as long as
+    the target's logits do not depend on what is read together (exactness "bitwise"); elsewhere it
+    may part where two tokens all but tie.
+
     Raises ValueError, in one sentence, where the parts do not fit.
     """
 
@@ -55,7 +61,7 @@ class SpeculativeDecoder:
         policy: Policy | str | None = None,
         router: Router | None = None,
         *,
-        coupling: str = "rejection",  # gumbel: the text follows from the seed, whatever is drafted
+        coupling: str = "rejection",  # gumbel: one seed, one text, whatever is drafted
         noise: Noise | None = None,  # None: Philox streams of each request's own seed
         clock: Clock | None = None,
         tokenizer: Any | None = None,  # None: the target's
@@ -83,6 +89,10 @@ class SpeculativeDecoder:
         self.policy = resolve_policy(policy, self.target, self.pool.drafters, clock)
         self.router = router
         self.verifier = select_verifier(self.target.device)
+        if coupling == "gumbel" and not holds_bitwise(self.target):
+            log.info(
+                "coupling=gumbel: texts may part at near ties, since this target rounds by width"
+            )
         self.max_rows = max_rows
         self._noise = noise
         self._loop = Loop(self.target, self.pool, self.policy, self.verifier, clock, coupling)
@@ -225,6 +235,12 @@ class SpeculativeDecoder:
             verifier=self.verifier.name,
             backend=self.target.backend,
         )
+
+
+def holds_bitwise(target: Target) -> bool:
+    """Whether a token's logits are the same whatever is read beside it, as far as is known."""
+    exactness = getattr(target, "exactness", "law")
+    return exactness == "bitwise" and getattr(target, "width_dependence", None) is None
 
 
 def _one_each(given: Sequence[str] | None, made: Sequence[T], name: str) -> Sequence[str | T]:

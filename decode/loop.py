@@ -31,7 +31,7 @@ from decode.types import (
     TargetSession,
     Verification,
 )
-from decode.verification import Draft, Race, Verifier, verify_drafts
+from decode.verification import Draft, Place, Verifier, verify_drafts
 from kernels.race import arrivals
 
 PLAIN = Choice(OFF, 0, "no drafters")
@@ -215,11 +215,11 @@ class Loop:
             return replace(choice, drafter=OFF, num_draft_tokens=0, reason="nothing offered")
         return replace(choice, num_draft_tokens=length)
 
-    def _chance(self, row: Row, count: int) -> Sequence[float] | Race:
+    def _chance(self, row: Row, count: int) -> Sequence[float] | Place:
         """What verification draws a row's tokens with."""
         request_id = row.request.request_id
         if self.coupling == "gumbel":
-            return Race(row.noise.race_key(request_id), len(row.token_ids))
+            return Place(row.noise.race_key(request_id), len(row.token_ids))
         return row.noise.uniforms(request_id, len(row.records), "verify", count)
 
     def _sampler(self, row: Row) -> RowSampler:

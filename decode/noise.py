@@ -7,13 +7,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from kernels.race import Key
+from kernels.race import Key, uniforms
 
 Domain = Literal["draft", "verify"]
-
-TO_UNIT = (
-    2.0**-53
-)  # a float64 in [0, 1) has 53 bits to fill; nothing is rounded, so 1.0 never comes out
 
 
 class Noise(Protocol):
@@ -39,9 +35,7 @@ class PhiloxNoise:
 
     def uniforms(self, request_id: str, step: int, domain: Domain, count: int) -> list[float]:
         key = _key(self.seed, request_id, domain)
-        generator = np.random.Philox(key=key, counter=[0, 0, 0, step])
-        bits = generator.random_raw(count) >> np.uint64(11)
-        return (bits * TO_UNIT).tolist()
+        return uniforms(key, step, count).tolist()
 
     def race_key(self, request_id: str) -> Key:
         first, second = _key(self.seed, request_id, "race").tolist()

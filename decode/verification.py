@@ -37,7 +37,6 @@ def select_verifier(device: str) -> Verifier:
                 f"verification on {device} needs Triton; install it with: pip install triton"
             )
         from kernels.coupled import couple as triton_couple
-
         from kernels.verify import verify as triton_verify
 
         return Verifier("triton", triton_verify, triton_couple)
@@ -51,7 +50,7 @@ def select_verifier(device: str) -> Verifier:
 
 
 @dataclass(frozen=True, slots=True)
-class Race:
+class Place:
     """Gumbel coupling's chance: a request's key, and where the row's next token stands."""
 
     key: Key
@@ -64,8 +63,8 @@ class Draft:
 
     proposal: DraftProposal
     sampling: Sampling
-    # num_drafted + 1 uniforms (that of the recovered or bonus token, then one per draft), or a race
-    chance: Sequence[float] | Race
+    # num_drafted + 1 uniforms, that of the recovered or bonus token first; or a place
+    chance: Sequence[float] | Place
     counts: Tensor | None  # [V] tokens seen so far; None where no penalty asks for it
 
 
@@ -86,14 +85,14 @@ def verify_drafts(verifier: Verifier, logits: Tensor, drafts: Sequence[Draft]) -
         **law._asdict(),
     }
     ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
-    races = [draft.chance for draft in drafts if isinstance(draft.chance, Race)]
-    if races:
-        keys, places = [race.key for race in races], [race.place for race in races]
+    coupled = [draft.chance for draft in drafts if isinstance(draft.chance, Place)]
+    if coupled:
+        keys, places = [chance.key for chance in coupled], [chance.place for chance in coupled]
         return verifier.couple(logits, ids, keys=keys, places=places, **shared)
     uniforms = [
         [*_padded(d.chance[1:], width, 0.0), d.chance[0]]
         for d in drafts
-        if not isinstance(d.chance, Race)
+        if not isinstance(d.chance, Place)
     ]
     one_hot = [draft.proposal.logits is None for draft in drafts]
     return verifier.verify(

@@ -50,21 +50,16 @@ def couple(
     seen_token_counts: Tensor | None = None,  # [B, V]; None: nothing was seen before the draft
 ) -> Verification:
     """The tokens that each row keeps; the contract of kernels.coupled_reference.couple."""
-    batch, width = target_logits.shape[:2]
-    device = target_logits.device
     if target_logits.dtype not in PASSES:
         raise ValueError(
             f"target_logits is {target_logits.dtype}; the kernel reads bfloat16, float16 and "
             "float32, and kernels.coupled_reference.couple reads float64"
         )
-    inputs = Inputs(
+    inputs = Inputs.of_target(
         target_logits,
         draft_token_ids,
-        None,
         temperature,
-        torch.zeros(batch, width, dtype=torch.float32, device=device),
         num_draft_tokens,
-        None,
         top_k,
         top_p,
         min_p,
@@ -72,7 +67,7 @@ def couple(
         seen_token_counts,
     )
     inputs.check_parameters(host_only=True)
-    words = key_words(keys, places).to(device, non_blocking=True)
+    words = key_words(keys, places).to(target_logits.device, non_blocking=True)
     verification, errors = _launch(inputs, words)
     if any(errors.tolist()):
         inputs.check_values()  # says which value it was

@@ -6,8 +6,8 @@ numbers of kernels/race.py, the token at place t + i of the text is
     y_i = argmin_v e(t + i, v) / p_i(v),
 
 drawn from p_i whatever was drafted. Drafts are kept while x_i = y_i; the first y_n that differs, or
-comes after the last draft, ends the step. Nothing else of the drafter is asked for: the text is the
-one that plain decoding under the same key gives.
+comes after the last draft, ends the step. Nothing else of the drafter is asked for: from equal
+logits comes the text of plain decoding under the same key.
 """
 
 import torch
@@ -40,14 +40,11 @@ def couple(
     """
     batch, width = target_logits.shape[:2]
     device = target_logits.device
-    inputs = Inputs(
+    inputs = Inputs.of_target(
         target_logits,
         draft_token_ids,
-        None,
         temperature,
-        torch.zeros(batch, width, dtype=torch.float64, device=device),
         num_draft_tokens,
-        None,
         top_k,
         top_p,
         min_p,

@@ -55,6 +55,36 @@ class Inputs:
             self._check_device(name, tensor, may_be_on_host=name not in expected)
         self._check_dtypes()
 
+    @classmethod
+    def of_target(
+        cls,
+        target_logits: Tensor,
+        draft_token_ids: Tensor,
+        temperature: Tensor,
+        num_draft_tokens: Tensor | None,
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+        min_p: Tensor | None,
+        repetition_penalty: Tensor | None,
+        seen_token_counts: Tensor | None,
+    ) -> "Inputs":
+        """Of a call that asks neither for the drafter's law nor for uniforms."""
+        uniforms = torch.zeros(target_logits.shape[:2], device=target_logits.device)
+        return cls(
+            target_logits,
+            draft_token_ids,
+            None,
+            temperature,
+            uniforms,
+            num_draft_tokens,
+            None,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            seen_token_counts,
+        )
+
     @property
     def sizes(self) -> tuple[int, int, int]:
         """B, K, V."""

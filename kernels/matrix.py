@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""What the kernels of the forward share: a product of tiles, and how kernels follow one another.
+"""What the kernels of the forward share: a product of tiles, rounding, sums of parts.
 
 Triton's interpreter multiplies bfloat16 as integers, float32 in an order that depends on the number
 of columns, and cuts off what it should round to bfloat16. There the product is taken in float64,

@@ -32,9 +32,17 @@ def arrivals(key: Key, place: int, vocab_size: int, device: torch.device | str =
 
 @lru_cache(maxsize=NUM_KEPT)
 def _on_host(key: Key, place: int, vocab_size: int) -> Tensor:
-    words = np.random.Philox(key=np.array(key, np.uint64), counter=[0, 0, 0, place])
-    uniforms = (words.random_raw(vocab_size) >> np.uint64(11)) * TO_UNIT
-    return torch.from_numpy(-np.log1p(-uniforms))
+    drawn = uniforms(np.array(key, np.uint64), place, vocab_size)
+    return torch.from_numpy(-np.log1p(-drawn))
+
+
+def uniforms(key: np.ndarray, place: int, count: int) -> np.ndarray:
+    """`count` numbers in [0, 1) of Philox 4x64 under a key [2] uint64, counter [0, 0, 0, place].
+
+    A float64 there has 53 bits to fill; nothing is rounded, so 1.0 never comes out.
+    """
+    words = np.random.Philox(key=key, counter=[0, 0, 0, place]).random_raw(count)
+    return (words >> np.uint64(11)) * TO_UNIT
 
 
 def winner(probs: Tensor, exponentials: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""How the products are cut into programs: one pinned choice by device and by shape of the weight.
+"""How the products are cut into programs: one choice by device and by shape of the weight.
 
 A choice never depends on the number of rows, since the order of a sum follows from it: that is what
 makes a row's result the same beside any other rows. Only the number of rows that a program takes
-grows with them, and the depth of its pipeline, which no sum knows of. Values are measured
-(`python -m pipeline.bench_engine TARGET --sweep`); shapes that nobody measured follow a rule.
+grows with them, and the depth of its pipeline, which no sum knows of. Choices that were measured
+(`python -m pipeline.bench_engine TARGET --sweep`) stand in tables, none of them so far; all other
+shapes follow a rule.
 """
 
 from dataclasses import dataclass

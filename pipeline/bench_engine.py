@@ -159,7 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--skip", nargs="+", default=(), choices=PARTS)
-    parser.add_argument("--overlap", default=None, choices=MODES, help="else the pinned one")
+    parser.add_argument(
+        "--overlap",
+        default=None,
+        choices=MODES,
+        help="how kernels follow one another; off unless given",
+    )
     parser.add_argument("--sweep", action="store_true", help="time candidates for tiles instead")
     parser.add_argument("--sweep-rows", type=int, nargs="+", default=(1, 64))
     given = vars(parser.parse_args(arguments))

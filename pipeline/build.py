@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from decode.targets.backends import make_target
+from decode.targets.choices import AUTO, fast_dtype
 from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter
@@ -29,12 +30,15 @@ class NamedEntry:
 def load_target(
     config: TargetConfig, runtime: Runtime, *, dtype: str | None = None, whole: bool = False
 ) -> TransformersTarget:
-    """The target on the runtime's device, in the config's dtype unless another is named.
+    """The target on the runtime's device, in the config's dtype unless another is named; "auto":
+    the one that the device multiplies fastest.
 
     `whole`: through transformers, for work with its modules; a native target would hold its weights
     twice there.
     """
-    config = config if dtype is None else replace(config, dtype=dtype)
+    if dtype is not None:
+        named = fast_dtype(runtime.resolved_device()) if dtype == AUTO else dtype
+        config = replace(config, dtype=named)
     config = replace(config, backend="transformers", exactness="law") if whole else config
     config = config.resolved(runtime)
     folder, remote = str(config.resolve()), config.trust_remote_code

@@ -4,7 +4,7 @@ decoder.json, which `load_decoder` reads (paths are relative to the folder):
 
     {"schema_version": 1,
      "target": {"name_or_path", "revision", "wheel", "wheel_sha256", "dtype", "trust_remote_code",
-                "backend", "exactness",                                  as evaluated, never "auto"
+                "backend", "exactness", "device",                        as evaluated, never "auto"
                 "digest": {"weights", "config", "tokenizer", "chat_template", "code"}},
      "drafters": {name: {"kind": dotted config class, "config": {its fields},
                          "folder": "drafters/<name>/own" | null,         for kind.build(weights=...)
@@ -100,7 +100,7 @@ class Export(Stage):
         policy = workspace.groups["policy"]
         return {
             "schema_version": SCHEMA_VERSION,
-            "target": describe_target(target),
+            "target": {**describe_target(target), "device": workspace.runtime.resolved_device()},
             "drafters": described,
             "policy": {"_target_": _dotted(policy), **asdict(policy)},
             "router": "router",

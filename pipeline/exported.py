@@ -13,7 +13,7 @@ from router.encoder import Encoder, SentenceEncoder
 
 DECODER = "decoder.json"
 SCHEMA_VERSION = 1
-UNCHOSEN = {"backend": "transformers", "exactness": "law"}  # of exports that name none
+UNCHOSEN = {"backend": "transformers", "exactness": "law", "device": "cpu"}  # where none is named
 KEYS = ("target", "drafters", "policy", "router", "encoder", "costs")
 
 
@@ -55,7 +55,7 @@ def find_target(described: Mapping[str, Any], given: str | Path | None = None) -
     Raises ValueError where weights or tokenizer are not those that the drafters were made for.
     """
     source = {**UNCHOSEN, **described}
-    del source["digest"]
+    del source["digest"], source["device"]
     if given is not None:
         source |= {
             "name_or_path": str(given),

@@ -13,7 +13,7 @@ from decode.clock import Clock, SystemClock
 from decode.cost_measurement import quick_costs
 from decode.costs import Costs, costs_key
 from decode.targets.backends import make_target
-from decode.targets.choices import AUTO, usual_backend
+from decode.targets.choices import AUTO
 from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter, Policy
@@ -32,7 +32,7 @@ def load_decoder(
     dtype: torch.dtype | None = None,  # None: the exported one
     backend: str | None = None,  # auto, native or transformers; None: the exported one
     exactness: str | None = None,  # auto, bitwise or law; None: the exported one
-    coupling: str = "rejection",  # gumbel: the text follows from the seed, whatever is drafted
+    coupling: str = "rejection",  # gumbel: see SpeculativeDecoder
     clock: Clock | None = None,
 ) -> SpeculativeDecoder:
     """The decoder that stage=export wrote: its target, drafters, router, policy and costs.
@@ -63,11 +63,10 @@ def load_decoder(
 
 
 def exported_choice(described: Mapping[str, Any], device: str) -> tuple[str, str]:
-    """Backend and exactness as exported; "auto" where the export was made on a CPU, and this is
-    none.
-    """
-    if described["backend"] == "native" and usual_backend(device) != "native":
-        log.info("the export decodes through the native backend on a CPU; on %s: auto", device)
+    """Backend and exactness as exported; "auto" for a native export of another kind of device."""
+    made_on = described["device"]
+    if described["backend"] == "native" and torch.device(device).type != made_on:
+        log.info("the export decodes natively on %s; on %s: auto", made_on, device)
         return AUTO, AUTO
     return described["backend"], described["exactness"]
 

@@ -97,15 +97,17 @@ class TargetConfig(Source):
     def resolved(self, runtime: Runtime) -> "TargetConfig":
         """The same with what "auto" stands for on this machine and for this model.
 
-        dtype: bfloat16 where the hardware multiplies it, else float32. backend: native on a CPU for
-        a model that it knows, else transformers. exactness: the most that the backend promises.
+        backend: native on a CPU for a model that it knows, else transformers. dtype: bfloat16 where
+        the hardware multiplies it, else float32, and float32 for transformers on a CPU, which would
+        write other greedy texts. exactness: the most that the backend promises.
         """
         device = runtime.resolved_device()
-        dtype = fast_dtype(device) if self.dtype == AUTO else self.dtype
         backend = usual_backend(device) if self.backend == AUTO else self.backend
         if backend == "native" and (obstacle := self._native_obstacle()):
             backend = "transformers"
             warn_of_transformers(self.name_or_path, obstacle)
+        usual = "float32" if (device, backend) == ("cpu", "transformers") else fast_dtype(device)
+        dtype = usual if self.dtype == AUTO else self.dtype
         exactness = usual_exactness(backend) if self.exactness == AUTO else self.exactness
         return replace(self, dtype=dtype, backend=backend, exactness=exactness)
 

@@ -2,6 +2,7 @@
 
 The host queues step n + 1 before it looks at the token of step n, which came by an asynchronous
 copy; a text that has ended is so noticed one step late, and what was read too much is forgotten.
+What `pipeline.bench_engine` measures; the decoder's loop does not go this way yet.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from decode.native.kernel_forward import WIDTHS, KernelForward, Step
+from decode.native.kernel_forward import BATCHES, KernelForward, Step
 from kernels.greedy import take_greedy
 
 
@@ -22,11 +23,13 @@ def write_greedily(
     note: Callable[[], None] = lambda: None,  # called when the tokens of a step have arrived
 ) -> list[list[int]]:
     """What each prompt is continued by, EOS included; at most as many rows as a pass takes."""
+    assert 1 <= len(prompts) <= BATCHES[-1]
+    assert max_new_tokens >= 1
     rows = [forward.open() for _ in prompts]
     for row, prompt in zip(rows, prompts, strict=True):
         row.reserve(len(prompt) + max_new_tokens)
-        for first in range(0, len(prompt) - 1, WIDTHS[-1]):
-            forward([row], [prompt[:-1][first : first + WIDTHS[-1]]], with_logits=False)
+        if len(prompt) > 1:
+            forward([row], [prompt[:-1]], with_logits=False)
     step = forward.step(len(rows), 1)
     step.fill(rows, [prompt[-1:] for prompt in prompts])
     texts: list[list[int]] = [[] for _ in rows]

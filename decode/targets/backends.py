@@ -38,6 +38,11 @@ def make_target(
         try:
             return NativeTarget(model, tokenizer, name_or_path, take=take, exactness=kept)
         except UnsupportedModelError as error:
-            warn_of_transformers(name_or_path or type(model).__name__, error)
-            check_choice("transformers", exactness)
+            name = name_or_path or type(model).__name__
+            if exactness == "bitwise":
+                raise ValueError(
+                    f"exactness=bitwise is not to be had for {name}: {error}; ask for "
+                    "backend=transformers and exactness=law"
+                ) from error
+            warn_of_transformers(name, error)
     return TransformersTarget(model, tokenizer, name_or_path)

@@ -48,7 +48,7 @@ def fast_dtype(device: str) -> str:
 
 
 def usual_backend(device: str) -> str:
-    """What "auto" is for a model of the native family: its forward is for CPUs so far."""
+    """What "auto" is for a model of the native family; on a GPU that is asked for by name."""
     return "native" if device.startswith("cpu") else "transformers"
 
 

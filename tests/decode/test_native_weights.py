@@ -153,7 +153,7 @@ def test_another_model_is_refused_untouched_and_goes_through_transformers(
     assert "goes through the transformers backend" in caplog.messages[0]
     assert reason in caplog.messages[0]
     assert reason in (native_obstacle(model.config.to_dict() | {"architectures": [name]}) or "")
-    with pytest.raises(ValueError, match="exactness=bitwise is not to be had of transformers"):
+    with pytest.raises(ValueError, match="exactness=bitwise is not to be had"):
         make_target(model, None, backend="native", exactness="bitwise", take=True)
     assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in before.items())
 

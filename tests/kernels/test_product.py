@@ -122,6 +122,8 @@ def test_shares_fill_the_chip_and_are_about_equal() -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_pipeline_fits_the_shared_memory(block_m: int, itemsize: int) -> None:
     for kind in ("parts", "whole", "gated"):
-        tile = rule(kind, 151_936, 8192)
-        stages = tile.stages(block_m, 2 if kind == "gated" else 1, itemsize)
+        tile, num_weights = rule(kind, 151_936, 8192), 2 if kind == "gated" else 1
+        stages = tile.stages(block_m, num_weights, itemsize)
+        block_bytes = (num_weights * tile.block_n + block_m) * tile.block_k * itemsize
         assert 1 <= stages <= tile.num_stages
+        assert stages * block_bytes <= 227 * 1024

@@ -103,7 +103,7 @@ def test_the_backend_may_be_another_and_the_text_stays(copy: Path) -> None:  # n
 def test_what_was_exported_is_opened_again(copy: Path) -> None:  # noqa: F811
     """As evaluate measured it; on another kind of device what is usual there."""
     description = json.loads((copy / "decoder.json").read_text())
-    chosen = {"dtype": "bfloat16", "backend": "native", "exactness": "bitwise"}
+    chosen = {"dtype": "bfloat16", "backend": "native", "exactness": "bitwise", "device": "cpu"}
     description["target"] |= chosen
     (copy / "decoder.json").write_text(json.dumps(description))
     target: Any = load_decoder(copy, policy="off", device="cpu").target
@@ -113,7 +113,10 @@ def test_what_was_exported_is_opened_again(copy: Path) -> None:  # noqa: F811
     assert load_decoder(copy, policy="off", backend="transformers").target.backend == "transformers"
     assert exported_choice(chosen, "cpu") == ("native", "bitwise")
     assert exported_choice(chosen, "cuda:1") == ("auto", "auto")
-    law = {"backend": "transformers", "exactness": "law"}
+    on_gpu = {**chosen, "device": "cuda"}
+    assert exported_choice(on_gpu, "cuda:1") == ("native", "bitwise")
+    assert exported_choice(on_gpu, "cpu") == ("auto", "auto")
+    law = {"backend": "transformers", "exactness": "law", "device": "cpu"}
     assert exported_choice(law, "cuda") == exported_choice(law, "cpu") == ("transformers", "law")
 
 

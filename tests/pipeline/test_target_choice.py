@@ -68,7 +68,7 @@ def chosen(config: TargetConfig, runtime: Runtime = CPU) -> Choice:
     [
         (CPU, True, KNOWN, ("bfloat16", "native", "bitwise")),
         (CPU, False, KNOWN, ("float32", "native", "bitwise")),
-        (CPU, True, FOREIGN, ("bfloat16", "transformers", "law")),
+        (CPU, True, FOREIGN, ("float32", "transformers", "law")),
         (GPU, True, KNOWN, ("bfloat16", "transformers", "law")),
         (GPU, False, FOREIGN, ("float32", "transformers", "law")),
     ],
@@ -88,7 +88,7 @@ def test_matrix_units_are_enough_for_bfloat16(tmp_path, monkeypatch):
     [
         ({"dtype": "float32"}, CPU, ("float32", "native", "bitwise")),
         ({"dtype": "float16"}, GPU, ("float16", "transformers", "law")),
-        ({"backend": "transformers"}, CPU, ("bfloat16", "transformers", "law")),
+        ({"backend": "transformers"}, CPU, ("float32", "transformers", "law")),
         ({"backend": "native"}, GPU, ("bfloat16", "native", "bitwise")),
         ({"exactness": "law"}, CPU, ("bfloat16", "native", "law")),
         ({"backend": "native", "exactness": "bitwise"}, GPU, ("bfloat16", "native", "bitwise")),
