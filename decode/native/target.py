@@ -35,9 +35,9 @@ class NativeTarget:
     A model that is given stays whole, its matrices views of ours, unless its weights may be taken:
     then they are laid out as the processor likes them, and `.model` puts it together again when
     somebody asks for it. With exactness "bitwise" a token's logits depend on its row's tokens
-    alone, never on how many are read at once; where this machine does not keep that, a warning at
-    load says so. "law" is a little faster. With `kernels`, by default on CUDA, passes run in Triton
-    kernels over a static cache.
+    alone, never on how many are read at once; where this machine does not keep that in passes of up
+    to 17 tokens or of two rows, a warning at load says so. "law" is a little faster. With
+    `kernels`, by default on CUDA, passes run in Triton kernels over a static cache.
 
     Raises UnsupportedModelError for a model of another kind, before it is touched.
     """

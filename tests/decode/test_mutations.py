@@ -42,16 +42,16 @@ MUTANTS = {
         LAW,
     ),
     "the last draw repeats an acceptance number": Mutant(
-        "decode/verification.py", "0.0), d.uniforms[0]]", "0.0), d.uniforms[-1]]", LAW
+        "decode/verification.py", "0.0), d.chance[0]]", "0.0), d.chance[-1]]", LAW
     ),
     "every draft is drawn with the same number": Mutant(
         "decode/sampling.py", "self._uniform(len(self.drawn))", "self._uniform(0)", LAW
     ),
     "verification repeats the drafter's numbers": Mutant(
-        "decode/loop.py", '"verify", 1 + len', '"draft", 1 + len', LAW
+        "decode/loop.py", '"verify", count', '"draft", count', LAW
     ),
     "drafter's law rounded to bfloat16": Mutant(
-        "decode/sampling.py", "row = logits.detach()[None]", "row = logits.bfloat16()[None]", LAW
+        "decode/sampling.py", "row = logits.detach()", "row = logits.bfloat16()", LAW
     ),
     "bonus from the wrong row": Mutant(
         "kernels/reference.py",
@@ -68,12 +68,21 @@ MUTANTS = {
     ),
     "numbers rounded to bfloat16": Mutant(
         "decode/verification.py",
-        "            dtype=torch.float64,\n            device=device,\n        ),",
-        "            device=device,\n        ).bfloat16().clamp(max=0.996).double(),",
+        "torch.tensor(uniforms, dtype=torch.float64, device=device)",
+        "torch.tensor(uniforms, device=device).bfloat16().clamp(max=0.996).double()",
         LAW,
     ),
     "noise of eight bits": Mutant(
-        "decode/noise.py", "(bits * TO_UNIT)", "(np.floor(bits * TO_UNIT * 256) / 256)", NOISE
+        "kernels/race.py",
+        "return (words >> np.uint64(11)) * TO_UNIT",
+        "return np.floor((words >> np.uint64(11)) * TO_UNIT * 256) / 256",
+        NOISE,
+    ),
+    "a race that forgets the place": Mutant(
+        "kernels/coupled_reference.py",
+        "places[b] + i",
+        "places[b]",
+        ("tests/decode/test_coupling.py", "whatever_is_drafted"),
     ),
     "drafter misreports its law": Mutant(
         "drafters/lm_session.py", "torch.stack(rows) if", "torch.stack(rows) * 0.7 if", LM
