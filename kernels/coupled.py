@@ -23,9 +23,9 @@ from kernels.accept import stats_kernel
 from kernels.inputs import Inputs
 from kernels.race import TO_UNIT, Key
 from kernels.rows import Call, draft_length, order_key, row_logits, row_position
-from kernels.truncate import PASSES, truncate
+from kernels.truncate import truncate
 from kernels.types import Verification
-from kernels.verify import launch_arguments, truncation_rules
+from kernels.verify import check_for_kernel, launch_arguments, raise_for, truncation_rules
 
 ROUNDS = tl.constexpr(10)
 UNIT = tl.constexpr(TO_UNIT)
@@ -50,11 +50,6 @@ def couple(
     seen_token_counts: Tensor | None = None,  # [B, V]; None: nothing was seen before the draft
 ) -> Verification:
     """The tokens that each row keeps; the contract of kernels.coupled_reference.couple."""
-    if target_logits.dtype not in PASSES:
-        raise ValueError(
-            f"target_logits is {target_logits.dtype}; the kernel reads bfloat16, float16 and "
-            "float32, and kernels.coupled_reference.couple reads float64"
-        )
     inputs = Inputs.of_target(
         target_logits,
         draft_token_ids,
@@ -66,12 +61,10 @@ def couple(
         repetition_penalty,
         seen_token_counts,
     )
-    inputs.check_parameters(host_only=True)
+    check_for_kernel(inputs)
     words = key_words(keys, places).to(target_logits.device, non_blocking=True)
     verification, errors = _launch(inputs, words)
-    if any(errors.tolist()):
-        inputs.check_values()  # says which value it was
-        raise ValueError("repetition_penalty makes a logit overflow float32; pass smaller logits")
+    raise_for(inputs, errors)
     return verification
 
 
@@ -96,12 +89,7 @@ def _launch(inputs: Inputs, words: Tensor) -> tuple[Verification, Tensor]:
     # Score, logit, largest logit and its sum of weights; -inf and 0 where nothing is kept.
     found = torch.empty(4, batch, rows, splits, dtype=torch.float64, device=device)
     ids = torch.empty(batch, rows, splits, dtype=torch.int32, device=device)
-    verification = Verification(
-        torch.empty(batch, width, dtype=torch.int64, device=device),
-        torch.empty(batch, dtype=torch.int64, device=device),
-        torch.empty(batch, width, device=device),
-        torch.empty(batch, width, device=device),
-    )
+    verification = Verification.unwritten(batch, width, device)
     errors = torch.empty(batch, dtype=torch.int32, device=device)
     race_kernel[call.grid](
         *call.row_args, words, threshold, found, ids, *call.sizes, **call.blocks

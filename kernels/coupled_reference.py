@@ -38,8 +38,6 @@ def couple(
     `draft_logprobs` are 0 for kept drafts and -inf for one that was not: the drafter's law plays no
     part. Errors are those of kernels.reference.verify.
     """
-    batch, width = target_logits.shape[:2]
-    device = target_logits.device
     inputs = Inputs.of_target(
         target_logits,
         draft_token_ids,
@@ -52,10 +50,8 @@ def couple(
         seen_token_counts,
     )
     inputs.check_values()
-    token_ids = torch.full((batch, width), -1, device=device)
-    num_accepted = torch.zeros(batch, dtype=torch.int64, device=device)
-    target_logprobs = torch.zeros(batch, width, device=device)
-    draft_logprobs = torch.zeros(batch, width, device=device)
+    batch, width, _ = target_logits.shape
+    found = Verification.blank(batch, width, target_logits.device)
     for b, length in enumerate(inputs.draft_lengths().tolist()):
         drafts = draft_token_ids[b, :length].tolist()
         seen = _seen(inputs, b)
@@ -64,14 +60,14 @@ def couple(
             token_id, logprob = _draw(
                 target_logits[b, i][None], rules, seen, keys[b], places[b] + i
             )
-            token_ids[b, i], target_logprobs[b, i] = token_id, logprob
+            found.token_ids[b, i], found.target_logprobs[b, i] = token_id, logprob
             if i == length or drafts[i] != token_id:
-                draft_logprobs[b, i] = 0.0 if i == length else -torch.inf
+                found.draft_logprobs[b, i] = 0.0 if i == length else -torch.inf
                 break
-            num_accepted[b] += 1
+            found.num_accepted[b] += 1
             if seen is not None:
                 seen[0, token_id] = True
-    return Verification(token_ids, num_accepted, target_logprobs, draft_logprobs)
+    return found
 
 
 def _draw(

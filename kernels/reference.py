@@ -81,11 +81,7 @@ class _Verifier:
             counts = inputs.seen_token_counts
             nothing = torch.zeros(batch, inputs.sizes[2], dtype=torch.bool, device=self.device)
             self.seen = nothing if counts is None else counts > 0
-        width = num_draft + 1
-        self.token_ids = torch.full((batch, width), -1, device=self.device)
-        self.num_accepted = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        self.target_logprobs = torch.zeros(batch, width, device=self.device)
-        self.draft_logprobs = torch.zeros(batch, width, device=self.device)
+        self.found = Verification.blank(batch, num_draft + 1, self.device)
 
     def run(self) -> Verification:
         rows = torch.arange(len(self.lengths), device=self.device)
@@ -93,9 +89,7 @@ class _Verifier:
             rows = self._step(rows, position)
             if len(rows) == 0:
                 break
-        return Verification(
-            self.token_ids, self.num_accepted, self.target_logprobs, self.draft_logprobs
-        )
+        return self.found
 
     def _step(self, rows: Tensor, position: int) -> Tensor:
         """Decide one position of the rows given; returns those whose draft goes on."""
@@ -114,11 +108,11 @@ class _Verifier:
                 drawn = inverse_cdf(_residual(target, draft), self.uniforms[rows, -1])
                 token_ids = torch.where(accepted, drafts, drawn)
             draft_probs, target_probs = _at(draft, token_ids), _at(target, token_ids)
-        self.token_ids[rows, position] = token_ids
-        self.num_accepted[rows] += accepted
-        self.target_logprobs[rows, position] = target_probs.log().float()
+        self.found.token_ids[rows, position] = token_ids
+        self.found.num_accepted[rows] += accepted
+        self.found.target_logprobs[rows, position] = target_probs.log().float()
         draft_logprobs = torch.where(drafted, draft_probs, 1).log()  # no draft at a bonus token
-        self.draft_logprobs[rows, position] = draft_logprobs.float()
+        self.found.draft_logprobs[rows, position] = draft_logprobs.float()
         if self.seen is not None:
             self.seen[rows[accepted], drafts[accepted]] = True  # counts grow along the draft prefix
         return rows[accepted]

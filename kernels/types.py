@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -19,3 +20,23 @@ class Verification:
     num_accepted: Tensor  # [B] int64, 0..num_draft_tokens; num_accepted + 1 tokens were emitted
     target_logprobs: Tensor  # [B, K + 1] float
     draft_logprobs: Tensor  # [B, K + 1] float
+
+    @classmethod
+    def blank(cls, batch: int, width: int, device: torch.device) -> "Verification":
+        """Nothing emitted yet, for K + 1 = width."""
+        return cls(
+            torch.full((batch, width), -1, device=device),
+            torch.zeros(batch, dtype=torch.int64, device=device),
+            torch.zeros(batch, width, device=device),
+            torch.zeros(batch, width, device=device),
+        )
+
+    @classmethod
+    def unwritten(cls, batch: int, width: int, device: torch.device) -> "Verification":
+        """Memory that a kernel fills, every number of it."""
+        return cls(
+            torch.empty(batch, width, dtype=torch.int64, device=device),
+            torch.empty(batch, dtype=torch.int64, device=device),
+            torch.empty(batch, width, device=device),
+            torch.empty(batch, width, device=device),
+        )

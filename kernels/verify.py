@@ -74,18 +74,30 @@ def verify(
         repetition_penalty,
         seen_token_counts,
     )
+    check_for_kernel(inputs)
+    verification, errors = _launch(inputs)
+    if check:
+        raise_for(inputs, errors)
+    return verification
+
+
+def check_for_kernel(inputs: Inputs) -> None:
+    """Raise for what the host knows to break the contract, and for logits that no kernel reads."""
     inputs.check_parameters(host_only=True)
     for name in ("target_logits", "draft_logits"):
-        if getattr(inputs, name) is not None and getattr(inputs, name).dtype not in PASSES:
+        logits = getattr(inputs, name)
+        if logits is not None and logits.dtype not in PASSES:
             raise ValueError(
-                f"{name} is {getattr(inputs, name).dtype}; the kernel reads bfloat16, float16 and "
-                "float32, and kernels.reference.verify reads float64"
+                f"{name} is {logits.dtype}; the kernel reads bfloat16, float16 and float32, and "
+                "its specification in PyTorch reads float64"
             )
-    verification, errors = _launch(inputs)
-    if check and any(errors.tolist()):
+
+
+def raise_for(inputs: Inputs, errors: Tensor) -> None:
+    """Raise where a kernel flagged a row [B]; waits for the device."""
+    if any(errors.tolist()):
         inputs.check_values()  # says which value it was
         raise ValueError("repetition_penalty makes a logit overflow float32; pass smaller logits")
-    return verification
 
 
 def _launch(inputs: Inputs) -> tuple[Verification, Tensor]:
@@ -102,12 +114,7 @@ def _launch(inputs: Inputs) -> tuple[Verification, Tensor]:
         sums = torch.empty_like(maxima)
         mass = torch.empty(2, batch, splits, dtype=torch.float64, device=device)
         residual = torch.empty(batch, splits, dtype=torch.float64, device=device)
-    verification = Verification(
-        torch.empty(batch, width, dtype=torch.int64, device=device),
-        torch.empty(batch, dtype=torch.int64, device=device),
-        torch.empty(batch, width, device=device),
-        torch.empty(batch, width, device=device),
-    )
+    verification = Verification.unwritten(batch, width, device)
     token_ids, num_accepted = verification.token_ids, verification.num_accepted
     logprobs = verification.target_logprobs, verification.draft_logprobs
     errors = torch.empty(batch, dtype=torch.int32, device=device)
