@@ -1,9 +1,9 @@
 """Drafters that divide the prompts among themselves: each learns from those that it drafts best.
 
 A round shares the prompts out, and then trains every member on its share. The first round goes by
-the members' `domains`; the later ones by what the members have become (hard assignment, as k-means
-does it, with expected target passes for distance: see `pipeline.sharing`), so that specialists come
-from what pays. All rounds follow one learning rate curve, and a round ends with its last drafter: a
+the members' `domains`, those of several members by topics; the later ones by what the members have
+become (hard assignment, as k-means does it, with expected target passes for distance: see
+`pipeline.sharing`), so that specialists come from what pays. All rounds follow one learning rate curve, and a round ends with its last drafter: a
 member begins a round with prompts chosen for it, so that hardly any training would seem to be worth
 it.
 """
@@ -20,6 +20,8 @@ from pipeline.lint_report import read_lint
 from pipeline.rounds import ROUNDS, Rounds, clean_up
 from pipeline.stage import Need, Workspace
 
+BEGINNINGS = ("topics", "labels")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Portfolio(Distill):
@@ -30,10 +32,11 @@ class Portfolio(Distill):
     """
 
     reads: ClassVar[tuple[str, ...]] = ("target", "members")
-    format_version: ClassVar[int] = 3  # shares go by where a member is better than elsewhere
+    format_version: ClassVar[int] = 4  # members of the same domains begin with topics of them
     summary: ClassVar[str] = "drafters that share the prompts out by acceptance, round by round"
 
     num_rounds: int
+    begin_with: str  # topics or labels: how members of the same domains part them at first
     smallest_share: float
     unseen_share: float  # of the prompts: members are measured on them, and learn from them last
 
@@ -41,6 +44,10 @@ class Portfolio(Distill):
         super().__post_init__()
         if self.num_rounds < 1:
             raise ValueError(f"num_rounds={self.num_rounds} must be at least 1")
+        if self.begin_with not in BEGINNINGS:
+            raise ValueError(
+                f"begin_with={self.begin_with} is not known; use {' or '.join(BEGINNINGS)}"
+            )
         for name, low, high in (("smallest_share", 0, 1), ("unseen_share", 0.01, 0.9)):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}={getattr(self, name)} must lie between {low} and {high}")

@@ -18,9 +18,11 @@ from pipeline.history import FILE as HISTORY
 from pipeline.sharing import (
     by_label,
     by_passes,
+    by_topic,
     comparative,
     expected_passes,
     key,
+    takers,
     text_features,
     unseen,
 )
@@ -117,15 +119,23 @@ class Rounds:
 
     def _shared(self, number: int, before: Mapping[str, int]) -> dict[str, int]:
         answers = [*self.answers, *self.validation]
+        smallest_share = self.settings.smallest_share
         if number == 1:
-            ids, domains = [a.id for a in answers], [a.domain for a in answers]
             wanted = [named.entry.domains for named in self.entries.values()]
-            chosen = by_label(ids, domains, wanted)
+            choices = takers([answer.domain for answer in answers], wanted)
+            if self.settings.begin_with == "labels":
+                chosen = by_label([answer.id for answer in answers], choices)
+            else:
+                chosen = by_topic(self._features(answers), choices, smallest_share)
         else:
-            smallest = self.settings.smallest_share * len(answers) / len(self.members)
+            smallest = smallest_share * len(answers) / len(self.members)
             now = np.array([before[key(answer)] for answer in answers])
             chosen = by_passes(comparative(self._expected(answers), now), int(smallest))
         return dict(zip(map(key, answers), chosen.tolist(), strict=True))
+
+    def _features(self, answers: Sequence[Answer]) -> np.ndarray:  # [answers, D]
+        embedding = self.target.model.get_input_embeddings().weight.detach()
+        return text_features(answers, embedding)
 
     def _expected(self, answers: Sequence[Answer]) -> np.ndarray:  # [members, answers]
         """Relative passes, learned from the answers that no member has learned from."""
@@ -137,8 +147,7 @@ class Rounds:
                 "raise it or give more prompts"
             )
         passes = self._passes([self.answers[row] for row in rows])[:, :, 1]
-        embedding = self.target.model.get_input_embeddings().weight.detach()
-        return expected_passes(text_features(answers, embedding), np.array(rows), passes)
+        return expected_passes(self._features(answers), np.array(rows), passes)
 
     def _learned(self, number: int) -> list[Answer]:
         """The answers of a round: those that members are measured on come in the last."""

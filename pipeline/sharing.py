@@ -67,18 +67,44 @@ def comparative(passes: np.ndarray, shares: np.ndarray) -> np.ndarray:
     return np.exp(logs - np.mean(levels, axis=0)[:, None])
 
 
-def by_label(
-    ids: Sequence[str], domains: Sequence[str], wanted: Sequence[Sequence[str]]
-) -> np.ndarray:
-    """[prompts] int: a member whose `wanted` domains name the prompt's, dealt by hash of its id.
+def takers(domains: Sequence[str], wanted: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
+    """Of each domain's prompt, the members whose `wanted` domains name it.
 
-    A member without domains wants all; prompts that nobody wants are dealt among all members.
+    A member without domains wants all; prompts that nobody wants are everyone's.
     """
-    everyone = list(range(len(wanted)))
-    chosen = np.empty(len(ids), dtype=np.int64)
-    for place, (name, domain) in enumerate(zip(ids, domains, strict=True)):
-        takers = [m for m in everyone if not wanted[m] or domain in wanted[m]] or everyone
-        chosen[place] = takers[int(lot(name) * len(takers))]
+    everyone = tuple(range(len(wanted)))
+    return [
+        tuple(m for m in everyone if not wanted[m] or domain in wanted[m]) or everyone
+        for domain in domains
+    ]
+
+
+def by_label(ids: Sequence[str], choices: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """[answers] int: one of each one's `choices`, dealt by hash of its prompt's id."""
+    pairs = zip(ids, choices, strict=True)
+    return np.array([members[int(lot(name) * len(members))] for name, members in pairs])
+
+
+def by_topic(
+    features: np.ndarray, choices: Sequence[tuple[int, ...]], smallest_share: float
+) -> np.ndarray:
+    """[answers] int: members with the same choices part them by topic, as k-means finds it.
+
+    Each is given at least `smallest_share` of an even part. A topic is where standardised
+    `features` [answers, D] are alike.
+    """
+    from sklearn.cluster import KMeans
+    from sklearn.preprocessing import StandardScaler
+
+    chosen = np.empty(len(choices), dtype=np.int64)
+    for members in dict.fromkeys(choices):
+        rows = np.array([row for row, one in enumerate(choices) if one == members])
+        count = min(len(members), len(rows))
+        scaled = StandardScaler().fit_transform(features[rows])
+        means = KMeans(count, n_init=10, random_state=0).fit(scaled)
+        distances = means.transform(scaled).T + 1e-6  # what is lost is told as a ratio
+        smallest = int(smallest_share * len(rows) / len(members))
+        chosen[rows] = np.array(members)[by_passes(distances, smallest)]
     return chosen
 
 

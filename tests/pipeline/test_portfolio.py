@@ -36,8 +36,10 @@ from pipeline.portfolio import Portfolio
 from pipeline.sharing import (
     by_label,
     by_passes,
+    by_topic,
     comparative,
     expected_passes,
+    takers,
     text_features,
     unseen,
 )
@@ -60,7 +62,7 @@ def pool(**overrides: Any) -> Pool:
 
 def portfolio(**changes: Any) -> Portfolio:
     rounds = {"num_rounds": 2, "smallest_share": 0.5, "unseen_share": 0.3, "num_steps": 8}
-    return Portfolio(**{**COMMON, **LEARNED, **rounds, **changes})
+    return Portfolio(**{**COMMON, **LEARNED, **rounds, "begin_with": "topics", **changes})
 
 
 def train(stage: Portfolio, world: World, out: Path) -> dict[str, Any]:
@@ -86,18 +88,35 @@ def test_the_fewest_passes_decide_and_nobody_starves() -> None:
 def test_labels_decide_first_and_the_rest_is_dealt() -> None:
     ids = [f"p{n}" for n in range(400)]
     domains = ["code", "chat", "law", "code"] * 100
-    shares = by_label(ids, domains, [["code"], ["chat"], []])
+    shares = by_label(ids, takers(domains, [["code"], ["chat"], []]))
     chosen = {d: np.bincount(shares[[x == d for x in domains]], minlength=3) for d in domains}
     assert chosen["code"][1] == 0
     assert chosen["chat"][0] == 0
     assert chosen["law"].tolist() == [0, 0, 100]
     assert min(chosen["code"][[0, 2]]) > 60  # who wants all has its part of each
-    nobody = by_label(ids, domains, [["code"], ["chat"]])
+    choices = takers(domains, [["code"], ["chat"]])
+    nobody = by_label(ids, choices)
     law = nobody[[domain == "law" for domain in domains]]
     assert min(np.bincount(law, minlength=2)) > 30
-    assert (
-        by_label(ids[::-1], domains[::-1], [["code"], ["chat"]]).tolist() == nobody[::-1].tolist()
-    )
+    assert by_label(ids[::-1], choices[::-1]).tolist() == nobody[::-1].tolist()
+
+
+def test_members_of_one_domain_begin_with_its_topics() -> None:
+    """Two topics in each of two domains; features that say nothing, and domains of unlike size."""
+    random = np.random.default_rng(3)
+    topic = random.integers(0, 2, 600)
+    domains = ["code" if n % 3 else "chat" for n in range(600)]
+    features = random.normal(size=(600, 6))
+    features[:, 2] += 9 * topic
+    choices = takers(domains, [["code"], ["code"], ["chat"], ["chat"], ["sums"]])
+    shares = by_topic(features, choices, 0.5)
+    for domain, members in (("code", (0, 1)), ("chat", (2, 3))):
+        mine = np.array([name == domain for name in domains])
+        assert {*shares[mine]} == {*members}
+        kinds = [topic[mine & (shares == member)].mean() for member in members]
+        assert abs(kinds[0] - kinds[1]) > 0.9
+    lone = by_topic(np.vstack([np.zeros((20, 2)), [[9.0, 9.0]]]), takers(["code"] * 21, [[], []]), 1)
+    assert sorted(np.bincount(lone)) == [10, 11]  # nobody starves for want of a topic
 
 
 def test_luck_does_not_move_a_prompt_but_its_kind_does() -> None:
@@ -242,6 +261,8 @@ def test_members_that_would_be_trained_otherwise_are_refused() -> None:
     groups = {"members": portfolio_members(pool(num_steps=9))}
     with pytest.raises(ValueError, match=r"pool.entries.left.overrides: members of a portfolio"):
         portfolio().for_groups(groups)
+    with pytest.raises(ValueError, match="begin_with=chance is not known; use topics or labels"):
+        portfolio(begin_with="chance")
     with pytest.raises(ValueError, match="num_rounds=0 must be at least 1"):
         portfolio(num_rounds=0)
     with pytest.raises(ValueError, match=r"unseen_share=0 must lie between 0\.01 and 0\.9"):
