@@ -3,8 +3,7 @@
 A choice never depends on the number of rows, since the order of a sum follows from it: that is what
 makes a row's result the same beside any other rows. Only the number of rows that a program takes
 grows with them, and the depth of its pipeline, which no sum knows of. Choices that were measured
-(`python -m pipeline.bench_engine TARGET --sweep`) stand in tables, none of them so far; all other
-shapes follow a rule.
+(`python -m pipeline.bench_engine TARGET --sweep`) stand in tables; all other shapes follow a rule.
 """
 
 from dataclasses import dataclass
@@ -47,7 +46,15 @@ class Attention:
 
 Key = tuple[str, int, int]  # kind of product, rows and columns of the weight
 # By compute capability.
-TILES: dict[tuple[int, int], dict[Key, Tile]] = {}
+TILES: dict[tuple[int, int], dict[Key, Tile]] = {
+    (9, 0): {  # H200; Qwen2.5-1.5B's shapes
+        ("parts", 2048, 1536): Tile(64, 128, 4, 4, 5),
+        ("parts", 1536, 1536): Tile(64, 64, 12, 4, 3),
+        ("gated", 8960, 1536): Tile(64, 64, 1, 4, 5),
+        ("parts", 1536, 8960): Tile(64, 128, 5, 4, 5),
+        ("whole", 151936, 1536): Tile(64, 128, 1, 4, 4),
+    },
+}
 ATTENTION: dict[tuple[int, int], Attention] = {}
 DEFAULT_ATTENTION = Attention(chunk=128, block=64, num_warps=4, num_stages=3)
 

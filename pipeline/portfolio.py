@@ -3,9 +3,9 @@
 A round shares the prompts out, and then trains every member on its share. The first round goes by
 the members' `domains`, those of several members by topics; the later ones by what the members have
 become (hard assignment, as k-means does it, with expected target passes for distance: see
-`pipeline.sharing`), so that specialists come from what pays. All rounds follow one learning rate curve, and a round ends with its last drafter: a
-member begins a round with prompts chosen for it, so that hardly any training would seem to be worth
-it.
+`pipeline.sharing`), so that specialists come from what pays. All rounds follow one learning rate
+curve, and a round ends with its last drafter: a member begins a round with prompts chosen for it,
+so that hardly any training would seem to be worth it.
 """
 
 import json

@@ -115,8 +115,9 @@ def test_members_of_one_domain_begin_with_its_topics() -> None:
         assert {*shares[mine]} == {*members}
         kinds = [topic[mine & (shares == member)].mean() for member in members]
         assert abs(kinds[0] - kinds[1]) > 0.9
-    lone = by_topic(np.vstack([np.zeros((20, 2)), [[9.0, 9.0]]]), takers(["code"] * 21, [[], []]), 1)
-    assert sorted(np.bincount(lone)) == [10, 11]  # nobody starves for want of a topic
+    lone = np.vstack([np.zeros((20, 2)), [[9.0, 9.0]]])
+    even = by_topic(lone, takers(["code"] * 21, [[], []]), 1)
+    assert sorted(np.bincount(even)) == [10, 11]  # nobody starves for want of a topic
 
 
 def test_luck_does_not_move_a_prompt_but_its_kind_does() -> None:
