@@ -108,6 +108,11 @@ class NativeTarget:
         """Of all weights that are held, whoever holds them."""
         return self._forward.weights.num_bytes(self._model)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of the static cache that all rows share; 0 where each row has its own."""
+        return 0 if isinstance(self._forward, Forward) else self._forward.cache.num_bytes
+
     def open(self) -> CacheRow | StaticRow:
         """A fresh row."""
         if isinstance(self._forward, Forward):
