@@ -13,6 +13,7 @@ from decode import SpeculativeDecoder
 from decode.clock import Clock
 from decode.results import ratio
 from pipeline.progress import progress
+from pipeline.scores import first_difference
 from pipeline.wallclock import PLAIN
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ def batch_suite(
     batch_sizes: Sequence[int],
     max_new_tokens: int,
     clock: Clock,
+    gap: Callable[[list[int]], float],  # between the two best logits after these tokens
 ) -> dict[str, Any]:
     """Rows by arm and batch size; one that fails is said and left out."""
     rows: list[dict[str, Any]] = []
@@ -47,6 +49,7 @@ def batch_suite(
         _compare(row, rows, texts, batch_sizes[0])
     return {
         "rows": rows,
+        "differences": differences(texts, prompts, batch_sizes[0], gap),
         "prompt_lengths": [len(prompt) for prompt in prompts],
         "failures": failures,
         "metrics": {
@@ -102,6 +105,25 @@ def _compare(
         known = by_key.get(key)
         rate = known["tokens_per_second"] if known else 0.0
         row[f"over_{name}"] = ratio(row["tokens_per_second"], rate)
+
+
+def differences(
+    texts: Mapping[tuple[str, int], list[list[int]]],
+    prompts: Sequence[list[int]],
+    smallest: int,
+    gap: Callable[[list[int]], float],
+) -> list[dict[str, Any]]:
+    """Where texts part from those of the smallest batch, and how near a tie that was."""
+    cases = []
+    for (name, size), written in texts.items():
+        for number, (ours, alone) in enumerate(
+            zip(written, texts.get((name, smallest), []), strict=False)
+        ):
+            place = first_difference(ours, alone)
+            if place is not None:
+                case = {"arm": name, "batch": size, "request": number, "position": place}
+                cases.append({**case, "gap": gap([*prompts[number], *alone[:place]])})
+    return cases
 
 
 def _equal(ours: Sequence[list[int]], base: Sequence[list[int]]) -> int:

@@ -40,6 +40,7 @@ class Race:
     first_call_seconds: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    device_bytes: dict[str, int] = field(default_factory=dict)  # that the first call reserved
 
 
 def race(
@@ -72,12 +73,18 @@ def race(
 def _first(arm: Arm, ways: dict[str, Way], result: Race, max_new_tokens: int, clock: Clock) -> None:
     """Make the arm and call it twice: what it has to compile or load is not timed with a text."""
     prompt = list(result.prompts[0].token_ids)
-    start = clock.now()
+    start, held = clock.now(), _device_bytes()
     way = arm.make()
     way(prompt, min(WARM_UP_TOKENS, max_new_tokens))
     result.first_call_seconds[arm.name] = clock.now() - start
     way(prompt, max_new_tokens)
+    result.device_bytes[arm.name] = _device_bytes() - held
     ways[arm.name] = way
+
+
+def _device_bytes() -> int:
+    """What this process holds of the device's memory, used or not."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
 def _text(
@@ -156,6 +163,7 @@ def _row(name: str, group: str, places: Sequence[int], result: Race) -> dict[str
         "tokens_per_pass": ratio(tokens, passes),  # NaN: not told
         "first_token_seconds": median(text.first_seconds for text in there),
         "first_call_seconds": result.first_call_seconds[name],
+        "device_bytes": result.device_bytes.get(name),
     }
 
 

@@ -29,6 +29,7 @@ from pipeline.exported import open_router, read_export
 from pipeline.load import load_drafters, load_policy
 from pipeline.models import TargetConfig
 from pipeline.progress import progress
+from pipeline.scores import top_two_gap
 from pipeline.wallclock import PLAIN, EvalPrompt
 
 if TYPE_CHECKING:
@@ -89,7 +90,9 @@ def batch(parts: Parts, asked: "Benchmark") -> dict[str, Any]:
         makers[f"{name}, K={k}"] = partial(drafting, name, drafter)
     prompts = [list(prompt.token_ids) for prompt in parts.prompts][: max(asked.batch_sizes)]
     sizes = sorted(asked.batch_sizes)
-    return batch_suite(makers, prompts, sizes, asked.max_new_tokens["batch"], parts.clock)
+    gap = partial(top_two_gap, target)
+    most = asked.max_new_tokens["batch"]
+    return batch_suite(makers, prompts, sizes, most, parts.clock, gap)
 
 
 def forward(config: TargetConfig, device: str, asked: "Benchmark") -> dict[str, Any]:

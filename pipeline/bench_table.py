@@ -34,7 +34,8 @@ def rendered(content: Mapping[str, Any], every: bool = False) -> str:
         raise ValueError(f"suite {suite} has no table; give a file of {', '.join(RENDERED)}")
     lines = RENDERED[suite](content, every)
     failed = [f"Left out: {name} ({why})." for name, why in content.get("failures", {}).items()]
-    return "\n".join([*lines, "", conditions(content["conditions"]), *failed]) + "\n"
+    said = conditions(content["conditions"], content.get("num_prompts"))
+    return "\n".join([*lines, "", said, *failed]) + "\n"
 
 
 def decode_table(content: Mapping[str, Any], every: bool) -> list[str]:
@@ -124,9 +125,11 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def conditions(said: Mapping[str, Any]) -> str:
-    """Model, type, backend, machine, versions and commit in one sentence."""
+def conditions(said: Mapping[str, Any], counts: Mapping[str, int] | None) -> str:
+    """Model, type, backend, prompts, machine, versions and commit in one sentence."""
     machine, packages = said["hardware"], said["packages"]
+    split = ", ".join(f"{name} ({count})" for name, count in (counts or {}).items())
+    asked = split or said["prompts"]  # as older files have it
     where = machine["gpu"] if said["device"] == "cuda" else machine["cpu"]
     commit = said["commit"] or "unknown"
     commit = commit[:7] if re.fullmatch(r"[0-9a-f]{40}", commit) else commit
@@ -134,7 +137,7 @@ def conditions(said: Mapping[str, Any]) -> str:
     parts = [
         f"{said['target']} in {said['dtype']}",
         f"{said.get('backend', 'transformers')} backend ({said.get('exactness', 'law')})",
-        f"prompts of {said['prompts']}",
+        f"prompts of {asked}",
         f"greedy, at most {said['max_new_tokens']} new tokens",
         where,
         f"torch {packages['torch']}",

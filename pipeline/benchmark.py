@@ -1,5 +1,6 @@
 """Stage benchmark: figures worth quoting, each with its conditions, beside what others do."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,10 +96,10 @@ class Benchmark(Stage):
             return forward(config, device, self)
         target = load_target(config, workspace.runtime)
         drafters = build_drafters(workspace.groups["pool"], target, workspace.inputs)
-        parts = Parts(
-            target, drafters, self._prompts(workspace, target), workspace.runtime.make_clock()
-        )
-        return {"greedy": greedy, "decode": decode, "batch": batch}[self.suite](parts, self)
+        prompts, clock = self._prompts(workspace, target), workspace.runtime.make_clock()
+        run = {"greedy": greedy, "decode": decode, "batch": batch}[self.suite]
+        found = run(Parts(target, drafters, prompts, clock), self)
+        return {"num_prompts": dict(Counter(prompt.split for prompt in prompts)), **found}
 
     def _prompts(self, workspace: Workspace, target: Any) -> list[EvalPrompt]:
         """The bench files' first turns, or the test split's prompts where no bench is chosen."""
@@ -136,12 +137,7 @@ class Benchmark(Stage):
         return said
 
     def _asked(self, groups: Mapping[str, Any]) -> dict[str, Any]:
-        prompts = f"{self.num_prompts} of the test split, domains in turn"
-        if self._on_benches(groups):
-            counts = self.prompts_per_bench.items()
-            prompts = ", ".join(f"{name} ({n or 'all'})" for name, n in counts)
         return {
-            "prompts": prompts,
             "max_new_tokens": self.max_new_tokens[self.suite],
             "num_draft_tokens": self.num_draft_tokens,
             "draft_lengths": self.draft_lengths,

@@ -16,17 +16,19 @@ from typing import Any
 
 import pytest
 from benchmarks import LOOKUP, POOL, bench_files, no_bench, suite
+from test_export import copy, exported, world  # noqa: F401 (fixtures)
 from tiny import tiny_model, tiny_target_folder, tiny_tokenizer
 from workspace import prompt, tiny_config, workspace, write_prompts
 
 from decode.clock import VirtualClock
 from decode.targets.transformers import TransformersTarget
-from pipeline import bench_arms
+from pipeline import bench_arms, bench_suites, load_decoder
 from pipeline.bench_arms import ASSISTED, COMPILED, EAGER, FLASHSPEC, Arm, Written
 from pipeline.bench_arms import LOOKUP as PROMPT_LOOKUP
 from pipeline.bench_batch import batch_suite
 from pipeline.bench_decode import race, told
 from pipeline.bench_prompts import bench_prompts
+from pipeline.bench_suites import Parts, exported_arm, own_arms
 from pipeline.bench_table import main, placed, rendered, shown
 from pipeline.config import Pool
 from pipeline.headline import finite
@@ -197,7 +199,7 @@ def test_batches_are_held_against_one_by_one() -> None:
         "spoiled, K=3": lambda size: Decoder(size, clock, True),
         "refused, K=3": refused,
     }
-    content = batch_suite(makers, prompts, [1, 2], 20, clock)
+    content = batch_suite(makers, prompts, [1, 2], 20, clock, lambda ids: float(sum(ids)))
     rows = {(row["arm"], row["batch"]): row for row in content["rows"]}
     assert len(rows) == 4
     assert rows[PLAIN, 2]["seconds"] == 1.0
@@ -205,6 +207,8 @@ def test_batches_are_held_against_one_by_one() -> None:
     assert [rows[key]["equal_to_alone"] for key in rows] == [3, 3, 3, 2]
     assert rows["spoiled, K=3", 2]["equal_to_plain"] == 2
     assert content["metrics"]["num_different"] == 1
+    (case,) = content["differences"]
+    assert case == {"arm": "spoiled, K=3", "batch": 2, "request": 2, "position": 0, "gap": 30.0}
     assert content["failures"]["refused, K=3, 1 rows"] == "RuntimeError: too many rows"
     assert content["metrics"]["num_failed"] == 2
 
@@ -218,7 +222,6 @@ CONDITIONS = {
     "device": "cuda",
     "hardware": {"cpu": "a CPU", "gpu": "a GPU"},
     "packages": {"torch": "2.11", "transformers": "5.17"},
-    "prompts": "humaneval (8)",
     "max_new_tokens": 256,
     "commit": "0123456789" * 4,
     "diff_sha256": None,
@@ -226,12 +229,16 @@ CONDITIONS = {
 
 
 def test_the_table_comes_from_the_json_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: TransformersTarget
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    target: TransformersTarget,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    SECONDS["fast, K=4"] = [4.0] * 4
+    monkeypatch.setitem(SECONDS, "fast, K=4", [4.0] * 4)
     order: list[str] = []
     result, _ = some_race(arm("fast, K=4", order), broken("peer", 0))
-    content = finite({"conditions": CONDITIONS, **told(result, target)})
+    counts = {"num_prompts": {"humaneval": 2, "mt_bench": 2}}
+    content = finite({"conditions": CONDITIONS, **counts, **told(result, target)})
     path, readme, picture = (tmp_path / name for name in ("a.json", "README.md", "a.png"))
     path.write_text(json.dumps(content))
     readme.write_text("before\n<!-- table: a -->\nold\n<!-- end -->\nafter <!-- end -->\n")
@@ -245,7 +252,8 @@ def test_the_table_comes_from_the_json_alone(
     assert "fast, K=4" not in printed  # K=2 is faster
     assert shown(content["rows"], every=True) == [PLAIN, "fast, K=2", COMPILED, "fast, K=4"]
     assert "Left out: peer (ImportError: nothing there)." in printed
-    assert "some-model in bfloat16, native backend (bitwise), prompts of humaneval (8)" in printed
+    assert "some-model in bfloat16, native backend (bitwise)" in printed
+    assert "prompts of humaneval (2), mt_bench (2), greedy, at most 256 new tokens" in printed
     assert "a GPU, torch 2.11, transformers 5.17, commit 0123456." in printed
     main([str(path), "--into", str(readme)])
     assert readme.read_text() == (
@@ -284,7 +292,7 @@ def test_every_way_runs_through_the_stage(
     assert all(row["equal_texts"] == row["num_texts"] == 3 for row in rows.values())
     assert content["audit"]["own_texts_different"] == 0
     assert metrics["num_failed"] == 1
-    assert content["conditions"]["prompts"] == "humaneval (2), gsm8k (1)"
+    assert content["num_prompts"] == {"humaneval": 2, "gsm8k": 1}
     assert str(tmp_path) not in path.read_text()
     capsys.readouterr()
     main([str(path)])
@@ -321,3 +329,21 @@ def test_the_forward_suite_runs_on_a_cpu(tmp_path: Path) -> None:
         "native, bitwise",
     }
     assert (tmp_path / "out" / "forward.json").exists()
+
+
+def test_an_export_is_raced_as_it_is_deployed(
+    copy: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = load_decoder(copy).target
+    parts = Parts(target, {}, [], VirtualClock())
+    way = exported_arm(copy, parts).make()
+    plain = own_arms(parts, suite("decode"))[0].make()
+    assert way([9, 60, 33], 12).token_ids == plain([9, 60, 33], 12).token_ids
+    monkeypatch.setattr(bench_suites, "own_arm", lambda *given: given)
+    given: Any = exported_arm(copy, parts)
+    _, _, _, drafters, build, router = given
+    loaded = load_decoder(copy)
+    assert list(drafters) == list(loaded.drafters)
+    assert type(build()) is type(loaded.policy)
+    assert router is not None
