@@ -1,7 +1,7 @@
 """Which prompts a suite decodes."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.benches import BENCH, BenchData, bench_of
 from pipeline.chat import load_prompts, prompt_ids
-from pipeline.data import fewest
+from pipeline.rows import Row, fraction
 from pipeline.wallclock import EvalPrompt
 
 
@@ -17,7 +17,7 @@ def bench_prompts(
     data: BenchData, counts: Mapping[str, int], tokenizer: Any, at_least: int = 0
 ) -> list[EvalPrompt]:
     """First turns of the benchmarks that are counted, those whose hash comes first, benchmarks in
-    turn; `at_least` so many in all, where the files have them.
+    turn; `at_least` so many in all, where the files have them. A benchmark is a domain here.
 
     Raises ValueError where none of the files is counted.
     """
@@ -30,11 +30,18 @@ def bench_prompts(
     share = math.ceil(at_least / len(wanted))
     rows = replace(data, turns="first", prompts_per_bench=0).load(seed=0)[BENCH]
     found = [
-        fewest([row for row in rows if bench_of(row.family) == name], max(count, share), 0)
+        _first([row for row in rows if bench_of(row.family) == name], max(count, share))
         for name, count in wanted.items()
     ]
     turns = [row for row in chain.from_iterable(zip_longest(*found)) if row is not None]
-    return [_prompt(asdict(row), bench_of(row.family), tokenizer) for row in turns]
+    return [
+        _prompt({**asdict(row), "domain": bench_of(row.family)}, bench_of(row.family), tokenizer)
+        for row in turns
+    ]
+
+
+def _first(rows: Sequence[Row], count: int) -> list[Row]:
+    return sorted(rows, key=lambda row: fraction(0, row.id))[:count] if count else list(rows)
 
 
 def split_prompts(folder: Path, count: int, tokenizer: Any) -> list[EvalPrompt]:

@@ -162,7 +162,7 @@ def test_benchmarks_are_asked_in_turn_by_their_first_turns(tmp_path: Path) -> No
     data, tokenizer = bench_files(tmp_path), tiny_tokenizer()
     found = bench_prompts(data, {"humaneval": 2, "gsm8k": 1, "mt_bench": 4}, tokenizer)
     assert [p.split for p in found] == ["humaneval", "gsm8k", "humaneval"]
-    assert [p.domain for p in found] == ["code", "reasoning", "code"]
+    assert [p.domain for p in found] == ["humaneval", "gsm8k", "humaneval"]
     more = bench_prompts(data, {"humaneval": 2, "gsm8k": 1}, tokenizer, at_least=8)
     assert len(more) == len({p.id for p in more}) == 8
     assert {p.id for p in found} <= {p.id for p in more}
