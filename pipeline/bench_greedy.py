@@ -78,14 +78,20 @@ def greedy_suite(
 def own_text(
     target: TransformersTarget, prompt: Sequence[int], max_new_tokens: int, **options: Any
 ) -> list[int]:
-    """What transformers generates greedily from the target, in the target's own dtype."""
+    """What transformers generates greedily from the target, in the target's own dtype.
+
+    A model's own generation settings may penalise repetition, which is not its greedy text.
+    """
     ids = torch.tensor([list(prompt)], device=target.device)
+    if target.eos_token_ids:
+        options["eos_token_id"] = sorted(target.eos_token_ids)
     with torch.inference_mode():
         text = target.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=max_new_tokens,
+            repetition_penalty=1.0,
             pad_token_id=min(target.eos_token_ids, default=0),
             **options,
         )

@@ -6,19 +6,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from decode.clock import Clock
 from decode.native.greedy import write_greedily
 from decode.targets.loading import load_causal_lm
 from decode.targets.transformers import TransformersTarget
+from pipeline.bench_arms import COMPILED, compiled_way
 from pipeline.bench_forward import QUESTIONS, Text, Way, decoder_way, median_ratio
-from pipeline.bench_greedy import own_text
 from pipeline.bench_passes import Engine
 from pipeline.chat import prompt_ids
 from pipeline.progress import progress
 
-COMPILED = "transformers compiled"
 ENGINE = "native, on the device"
 
 
@@ -37,28 +35,13 @@ def engine_way(engine: Engine, clock: Clock) -> Way:
     return write
 
 
-def compiled_way(target: TransformersTarget, clock: Clock, num_positions: int) -> Way:
-    """transformers' own greedy loop over a static cache, which it compiles on a GPU.
+def compiled_text(target: TransformersTarget, clock: Clock, num_positions: int) -> Way:
+    """transformers compiled, as the other suites have it; its first pass gives one token."""
+    way = compiled_way(target, clock, num_positions)
 
-    One cache serves all prompts, since another length would be compiled anew, within a text.
-    """
-    from transformers import StaticCache
-
-    cache = StaticCache(config=target.model.config, max_cache_len=num_positions)
-
-    @torch.inference_mode()
     def write(prompt: list[int], max_new_tokens: int) -> Text:
-        times: list[float] = []
-
-        def note(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            times.append(clock.now())
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-        if cache.get_seq_length():
-            cache.reset()
-        options = {"stopping_criteria": [note], "past_key_values": cache}
-        text = own_text(target, prompt, max_new_tokens, **options)
-        return Text(text, times[-1] - times[0])
+        written = way(prompt, max_new_tokens)
+        return Text(written.token_ids, written.seconds)
 
     return write
 
@@ -72,7 +55,7 @@ def texts_in_turn(
     prompts = prompt_list(engine.tokenizer, num_prompts)
     num_positions = max(len(prompt) for prompt in prompts) + max_new_tokens
     ways = {
-        COMPILED: compiled_way(theirs, clock, num_positions),
+        COMPILED: compiled_text(theirs, clock, num_positions),
         ENGINE: engine_way(engine, clock),
         "native, decoder": decoder_way(engine.target, clock),
     }

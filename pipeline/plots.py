@@ -1,7 +1,7 @@
 """The pictures of an evaluation, as PNG files."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,22 @@ def draw_all(results: Mapping[str, Any], folder: Path) -> dict[str, Path]:
         for name, (paint, rows) in painters.items()
         if results.get(rows)
     }
+
+
+def draw_decode(content: Mapping[str, Any], arms: Sequence[str], path: Path) -> Path:
+    """A picture for each domain of stage=benchmark suite=decode: these ways' speed over plain."""
+    rows = {(row["group"], row["arm"]): row["over_plain"] for row in content["rows"]}
+    domains = [name for name in dict.fromkeys(group for group, _ in rows) if name != ALL]
+    others = [arm for arm in arms if arm != PLAIN]
+    height = len(domains) * (0.9 + 0.22 * len(others))
+    figure, axes = _figure(1, height=height, rows=len(domains))
+    for axis, domain in zip(axes, domains, strict=True):
+        known = [(arm, rows[domain, arm]) for arm in others if rows.get((domain, arm))]
+        _whiskers(axis, [(arm, ratio) for arm, ratio in known if ratio["value"] is not None])
+        axis.set_title(domain, fontsize=10)
+        axis.tick_params(axis="y", labelsize=7)
+    axes[-1].set_xlabel("speed over plain decoding")
+    return _save(figure, path)
 
 
 def _figure(columns: int, height: float = HEIGHT, rows: int = 1) -> tuple[Any, list["Axes"]]:

@@ -12,30 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import POOL, bench_files, no_bench, suite
 from tiny import tiny_target_folder
 from workspace import prompt, tiny_config, workspace, write_prompts
 
-from drafters.lm import LmConfig
-from drafters.ngram import NgramConfig
-from pipeline import benchmark
-from pipeline.benchmark import Benchmark
-from pipeline.config import Pool, PoolEntry
+from pipeline import bench_suites, benchmark
 
-CUT = LmConfig(source=None, layers=[0, -1], num_draft_vocab=0, train_head=False, dtype="auto")
 PROMPTS = [prompt(n, domain, words=9) for n in range(2) for domain in ("code", "chat")]
-
-
-def entry(drafter: Any) -> PoolEntry:
-    return PoolEntry(drafter=drafter, trained_by=None, domains=[], init_from=None)
-
-
-POOL = Pool(
-    entries={"ngram": entry(NgramConfig(min_ngram=1, max_ngram=3, max_offer=5)), "cut": entry(CUT)}
-)
-
-
-def suite(name: str) -> Benchmark:
-    return Benchmark(suite=name, num_prompts=3, max_new_tokens=12, num_draft_tokens=3, publish=None)
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
@@ -54,9 +37,16 @@ def test_greedy_equality_is_measured_in_float32_whatever_the_target_computes_in(
     load = benchmark.load_target
     monkeypatch.setattr(benchmark, "load_target", load_target)
     prompts = write_prompts(tmp_path / "prompts", {"test": PROMPTS})
-    space = workspace({"target": config, "pool": POOL}, {"data": prompts}, tmp_path / "out")
+    space = workspace(
+        {"target": config, "pool": POOL, "bench": no_bench()}, {"data": prompts}, tmp_path / "out"
+    )
     metrics = suite("greedy").run(space)
-    names = ["ngram", "cut", "random weights", *(f"policy {p}" for p in benchmark.POLICIES)]
+    names = [
+        "ngram",
+        "cut",
+        "random weights",
+        *(f"policy {p}" for p in bench_suites.GREEDY_POLICIES),
+    ]
     assert metrics == {"num_texts": 3 * len(names), "num_different": 0}
     said = json.loads((tmp_path / "out" / "greedy.json").read_text())
     assert [row["name"] for row in said["rows"]] == names
@@ -68,8 +58,25 @@ def test_greedy_equality_is_measured_in_float32_whatever_the_target_computes_in(
     assert {str(p.dtype) for p in target.model.parameters()} == {"torch.float32"}
 
 
-def test_only_what_is_timed_needs_a_profile() -> None:
-    needs = {name: set(suite(name).needs({"pool": POOL})) for name in benchmark.SUITES}
-    assert needs == {"greedy": {"data"}, "decode": {"data", "costs"}, "kernels": set()}
-    with pytest.raises(ValueError, match="suite=speed is not a suite; choose one of greedy"):
-        suite("speed").needs({"pool": POOL})
+def groups(folder: Path, **changes: Any) -> dict[str, Any]:
+    config = tiny_config(tiny_target_folder(folder / "target"))
+    return {"target": replace(config, **changes), "pool": POOL, "bench": no_bench()}
+
+
+def test_a_suite_needs_what_it_decodes(tmp_path: Path) -> None:
+    there = {"pool": POOL, "bench": bench_files(tmp_path)}
+    needs = {
+        name: [set(suite(name).needs(given)) for given in ({**there, "bench": no_bench()}, there)]
+        for name in benchmark.SUITES
+    }
+    assert needs == {
+        "greedy": [{"data"}, {"data"}],
+        "decode": [{"data"}, set()],
+        "batch": [{"data"}, set()],
+        "forward": [set(), set()],
+        "kernels": [set(), set()],
+    }
+    with pytest.raises(ValueError, match="suite=speed is not known; choose one of greedy"):
+        suite("speed")
+    with pytest.raises(ValueError, match="peers=vllm is not known; choose one of eager"):
+        suite("decode", peers=["eager", "vllm"])
