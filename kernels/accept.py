@@ -64,7 +64,7 @@ def lowest_best(
 
 @triton.jit
 def prob_at_drafts(
-    drafted_ptr, threshold_ptr, cell, drafted, peak, total, scale, POSITIONS: tl.constexpr
+    drafted_ptr, threshold_ptr, cell, drafted, peak, total, temperature, POSITIONS: tl.constexpr
 ):
     """One law's probability of each draft [POSITIONS]; 0 where nothing was drafted."""
     i = tl.arange(0, POSITIONS)
@@ -73,8 +73,7 @@ def prob_at_drafts(
     if threshold_ptr is not None:
         kept = kept & (x >= tl.load(threshold_ptr + cell + i, mask=drafted, other=0.0))
     behind = tl.where(kept, x, 0.0).to(tl.float64) - tl.where(kept, peak, 0.0).to(tl.float64)
-    w = exp2_double(tl.maximum(behind * scale, -1000.0))
-    return tl.where(kept, w / total, 0.0)
+    return tl.where(kept, tl.exp(behind / temperature) / total, 0.0)
 
 
 @triton.jit

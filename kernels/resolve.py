@@ -2,7 +2,7 @@
 # ruff: noqa: SIM102 (what the compiler decides stays apart from what the device decides)
 r"""Launch 2 of kernels/verify.py: which drafts are kept, and the token that comes after them.
 
-PARTS programs share a sequence. Each decides where it ends (position n), then sums its tiles
+A few programs share a sequence. Each decides where it ends (position n), then sums its tiles
 there. With a = w_p / P' and q = w_q / Q', P' and Q' as good as launch 1 has them, and
 A = {v: a(v) > q(v)}, a tile t notes, in float64,
 
@@ -144,13 +144,13 @@ def resolve_kernel(
     kept_ptr, uniforms_ptr, partial_ptr, close_ptr, arrived_ptr, tokens_ptr, accepted_ptr,
     target_logprobs_ptr, draft_logprobs_ptr, errors_ptr, V, K, S,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All of one sequence's outputs."""
     if OVERLAP > 0:
         follow()
-    part, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)  # the latest read first
-    batch = tl.num_programs(1)
+    part, parts, batch = tl.program_id(0), tl.num_programs(0), tl.num_programs(1)
+    b = batch - 1 - tl.program_id(1)  # what launch 1 read last is in the cache
     rows = K + 1
     if draft_ptr is not None:
         rows = 2 * K + 1
@@ -188,12 +188,12 @@ def resolve_kernel(
         bad = bad | (own & (tl.abs(draft_peak) == float("inf")))
     if sum_ptr is not None:
         p = prob_at_drafts(
-            drafted_ptr, threshold_ptr, b * rows, drafted, peak, total, scale, POSITIONS
+            drafted_ptr, threshold_ptr, b * rows, drafted, peak, total, temperature, POSITIONS
         )
         if draft_ptr is not None:
             drawn_q = prob_at_drafts(
-                drafted_ptr, threshold_ptr, b * rows + K + 1, own, draft_peak, draft_total, scale,
-                POSITIONS,
+                drafted_ptr, threshold_ptr, b * rows + K + 1, own, draft_peak, draft_total,
+                temperature, POSITIONS,
             )  # fmt: skip
             q = tl.where(own, drawn_q, q)
     if sum_ptr is None or greedy:
@@ -234,7 +234,7 @@ def resolve_kernel(
         draft_shift = tl.log2(at_position(draft_total, i, n))
         planes = batch.to(tl.int64) * tiles
         if not greedy:
-            for tile in range(part, tiles, PARTS):
+            for tile in range(part, tiles, parts):
                 a, other = final_laws(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
                     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, tile, V, K, scale,
@@ -255,9 +255,8 @@ def resolve_kernel(
                     tl.store(close_ptr + at, tl.max(near.to(tl.int32), axis=0))
                 else:
                     tl.store(partial_ptr + at, tl.sum(a, axis=0))
-            if PARTS > 1:
-                tl.debug_barrier()  # all of this program's numbers are written
-                last = tl.atomic_add(arrived_ptr + b, 1) == PARTS - 1
+            tl.debug_barrier()  # all of this program's numbers are written
+            last = tl.atomic_add(arrived_ptr + b, 1) == parts - 1
     if last:
         kept = i < n
         final = i == tl.where(greedy, n, -1)

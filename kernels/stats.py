@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.launching import launch
 from kernels.overlap import follow, options
-from kernels.rows import Call, Rules, draft_length, logit_at, row_logits, row_position
+from kernels.rows import Call, Rules, logit_at, row_logits, row_position
 from kernels.weights import LOG2_E, lowest_of, powers_of, weights
 
 GROUP = 64  # tokens whose maximum truncation looks at
@@ -90,6 +90,12 @@ def stats_kernel(
         tl.store(arrived_ptr + b, 0)
     position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
     if position >= 0:
+        # Asked for first and used last, so that nothing waits for it.
+        token = tl.load(ids_ptr + b * K + position, mask=(split == 0) & (position < K), other=-1)
+        own = logit_at(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, token, V, K,
+        )  # fmt: skip
         offsets = split * BLOCK + tl.arange(0, BLOCK)
         x = row_logits(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
@@ -125,12 +131,4 @@ def stats_kernel(
             bad = (total != total) | (peak == float("inf"))
             tl.store(max_ptr + at, tl.where(bad, float("inf"), peak))
             tl.store(sum_ptr + at, total)
-        if split == 0:
-            length = draft_length(ids_ptr, lengths_ptr, b, K, POSITIONS)
-            if position < length:
-                own = logit_at(
-                    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-                    tl.load(ids_ptr + b * K + position).to(tl.int64), V, K,
-                )  # fmt: skip
-                tl.store(drafted_ptr + cell, own)
+        tl.store(drafted_ptr + cell, own, mask=split == 0)

@@ -18,6 +18,7 @@ a row's result never depends on the batch.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -43,6 +44,20 @@ def block_size(vocab: int) -> int:
     return max(128, min(BLOCK, triton.next_power_of_2(vocab)))
 
 
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What some row of a call may ask for; a parameter that is not named is not looked at."""
+
+    sampling: bool = True  # False: all rows are greedy
+    top_k: bool = True
+    top_p: bool = True
+    min_p: bool = True
+    repetition_penalty: bool = True
+
+
+EVERYTHING = Uses()
+
+
 def verify(
     target_logits: Tensor,  # [B, K + 1, V] raw bfloat16, float16 or float32; any strides
     draft_token_ids: Tensor,  # [B, K]; the first -1 ends a row's draft
@@ -58,12 +73,14 @@ def verify(
     repetition_penalty: Tensor | None = None,  # [B]
     seen_token_counts: Tensor | None = None,  # [B, V]; None: nothing was seen before the draft
     check: bool = True,
+    uses: Uses = EVERYTHING,
 ) -> Verification:
     """The tokens that each row keeps; the contract of kernels.reference.verify, on a GPU.
 
-    Parameters of one number a row may stay on the host, and should: then a rule that no row asks
-    for costs nothing, and greedy rows take two launches. `check=False` leaves out the one read back
-    from the device (as a CUDA graph must), and so the errors for values that break the contract.
+    Parameters of one number a row may stay on the host: then a rule that no row asks for costs
+    nothing. Where they live on the device, as in a CUDA graph whose replays read other values,
+    `uses` says what a row may ask for, ever. `check=False` leaves out the one read back from the
+    device (as a CUDA graph must), and so the errors for values that break the contract.
     """
     inputs = Inputs(
         target_logits,
@@ -73,14 +90,14 @@ def verify(
         uniforms,
         num_draft_tokens,
         draft_is_one_hot,
-        top_k,
-        top_p,
-        min_p,
-        repetition_penalty,
+        top_k if uses.top_k else None,
+        top_p if uses.top_p else None,
+        min_p if uses.min_p else None,
+        repetition_penalty if uses.repetition_penalty else None,
         seen_token_counts,
     )
     check_for_kernel(inputs)
-    verification, errors = _launch(inputs)
+    verification, errors = _launch(inputs, sampled=uses.sampling)
     if check:
         raise_for(inputs, errors)
     return verification
@@ -105,9 +122,9 @@ def raise_for(inputs: Inputs, errors: Tensor) -> None:
         raise ValueError("repetition_penalty makes a logit overflow float32; pass smaller logits")
 
 
-def _launch(inputs: Inputs) -> tuple[Verification, Tensor]:
+def _launch(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tensor]:
     """Enqueue every kernel; the verification, and a flag [B] for rows that break the contract."""
-    call = launch_arguments(inputs)
+    call = launch_arguments(inputs, sampled=sampled)
     batch, width = inputs.uniforms.shape
     device = inputs.target_logits.device
     rules = truncation_rules(inputs)
@@ -130,12 +147,12 @@ def _launch(inputs: Inputs) -> tuple[Verification, Tensor]:
         verification.token_ids, verification.num_accepted, verification.target_logprobs,
         verification.draft_logprobs, errors, *call.sizes,
         POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"], TILE=tile,
-        TILES=triton.next_power_of_2(tiles), PARTS=parts, num_warps=TILE_WARPS, **options(device),
+        TILES=triton.next_power_of_2(tiles), num_warps=TILE_WARPS, **options(device),
     )  # fmt: skip
     return verification, errors
 
 
-def launch_arguments(inputs: Inputs) -> Call:
+def launch_arguments(inputs: Inputs, *, sampled: bool = True) -> Call:
     """What all kernels are given; a value that the host knows to be neutral becomes None."""
     batch, num_draft, vocab = inputs.sizes
     device = inputs.target_logits.device
@@ -148,7 +165,7 @@ def launch_arguments(inputs: Inputs) -> Call:
     counts = None if penalty is None else inputs.seen_token_counts
     if counts is not None and counts.dtype == torch.bool:
         counts = counts.view(torch.uint8)
-    greedy = _host_says(inputs.temperature, lambda values: (values == 0).all())
+    greedy = not sampled or _host_says(inputs.temperature, lambda values: (values == 0).all())
     block = block_size(vocab)
     splits = triton.cdiv(vocab, block)
     rows = num_draft + 1 if draft is None else 2 * num_draft + 1

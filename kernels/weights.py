@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 ROUNDER = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: what is added to it becomes whole
 LEAST = tl.constexpr(690.0)  # logits this many temperatures below the largest have no weight
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the least float32 above -inf
