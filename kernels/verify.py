@@ -75,7 +75,7 @@ def verify(
         seen_token_counts,
     )
     check_for_kernel(inputs)
-    verification, errors = _launch(inputs)
+    verification, errors = enqueue(inputs)
     if check:
         raise_for(inputs, errors)
     return verification
@@ -100,9 +100,12 @@ def raise_for(inputs: Inputs, errors: Tensor) -> None:
         raise ValueError("repetition_penalty makes a logit overflow float32; pass smaller logits")
 
 
-def _launch(inputs: Inputs) -> tuple[Verification, Tensor]:
-    """Enqueue every kernel; the verification, and a flag [B] for rows that break the contract."""
-    call = launch_arguments(inputs)
+def enqueue(inputs: Inputs, greedy: bool = False) -> tuple[Verification, Tensor]:
+    """Launch every kernel; the verification, and a flag [B] for rows that break the contract.
+
+    `greedy`: the caller knows all rows to be, though their temperatures lie on the device.
+    """
+    call = launch_arguments(inputs, greedy)
     batch, width = inputs.uniforms.shape
     splits = call.grid[0]
     device = inputs.target_logits.device
@@ -138,7 +141,7 @@ def _launch(inputs: Inputs) -> tuple[Verification, Tensor]:
     return verification, errors
 
 
-def launch_arguments(inputs: Inputs) -> Call:
+def launch_arguments(inputs: Inputs, greedy: bool = False) -> Call:
     """What all kernels are given; a value that the host knows to be neutral becomes None."""
     batch, num_draft, vocab = inputs.sizes
     device = inputs.target_logits.device
@@ -151,7 +154,7 @@ def launch_arguments(inputs: Inputs) -> Call:
     counts = None if penalty is None else inputs.seen_token_counts
     if counts is not None and counts.dtype == torch.bool:
         counts = counts.view(torch.uint8)
-    greedy = _host_says(inputs.temperature, lambda values: (values == 0).all())
+    greedy = greedy or _host_says(inputs.temperature, lambda values: (values == 0).all())
     block = block_size(vocab)
     splits = triton.cdiv(vocab, block)
     rows = num_draft + 1 if draft is None else 2 * num_draft + 1

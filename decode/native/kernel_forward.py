@@ -188,8 +188,10 @@ class KernelForward:
         self._cos = cos[:, 0, :half].contiguous()
         self._sin = sin[:, 0, half:].contiguous()
 
-    def compute(self, step: Step, with_logits: bool = True) -> Tensor | None:
-        """The launches of one pass."""
+    def compute(
+        self, step: Step, with_logits: bool = True, only: Tensor | None = None
+    ) -> Tensor | None:
+        """The launches of one pass; with `only` [N] int64 the logits of these tokens alone."""
         eps = self.architecture.norm_eps
         layers = self.weights.layers
         residual, normed = embed_norm(
@@ -206,6 +208,8 @@ class KernelForward:
             parts = self._parts(layer.down, self._gated(layer, normed))
             normed = add_norm(parts, layer.down.bias, residual, following[number], eps)
         head = self.weights.head
+        if only is not None:
+            normed = normed.index_select(0, only)
         if self._leaves(normed):
             return F.linear(normed, head.weight, head.bias)
         return product(normed, head.weight, head.bias)
