@@ -1,7 +1,9 @@
 """Lookup where it matches, else a model: copying is free, and a model guesses what is new."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,6 +11,11 @@ from torch import Tensor
 from decode.types import Drafter, DraftProposal, DraftSampler, DraftSession, Sampling
 from drafters.base import BuildContext, DrafterConfig
 from drafters.ngram import NgramDrafter, NgramSession
+
+if TYPE_CHECKING:
+    from decode.device.parts import DeviceParts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,23 @@ class CompositeDrafter:
         self.config = config
         self.lookup = lookup
         self.model = model
+        self._parts: DeviceParts | None = None
+        self._told = False  # that it cannot draft there
+
+    def on_device(self) -> "DeviceParts | None":
+        """Both parts, the model the very one that drafts by itself; None where it cannot."""
+        from decode.device.parts import DeviceDrafter, DeviceParts  # Triton is not everywhere
+
+        parts = self.model.on_device() if isinstance(self.model, DeviceDrafter) else None
+        if parts is None or parts.model is None or parts.lookup is not None:
+            if not self._told:
+                log.info("a composite of %s cannot draft on the device", self.config.model)
+                self._told = True
+            return None
+        if self._parts is None or self._parts.model is not parts.model:
+            lookup = self.lookup.device_lookup(self.config.min_match)
+            self._parts = DeviceParts(lookup, parts.model)
+        return self._parts
 
     def open(self) -> CompositeSession:
         return self.open_shared({})

@@ -4,7 +4,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,12 @@ from drafters.readers import Reader, Watched, make_reader
 from drafters.scoring import by_start, realised_acceptance
 from drafters.tokenizers import num_real_ids
 from drafters.vocabulary import widen
+
+if TYPE_CHECKING:
+    from decode.device.parts import DeviceParts
+    from drafters.on_device import Placed
+
+Origin = tuple[str, DraftNetwork, Watched]  # backend, network, and whether it is as it was
 
 
 class NetworkDrafter(ABC):
@@ -36,7 +42,9 @@ class NetworkDrafter(ABC):
         self.backend = "auto"  # what drafts: our own forward where it can; or "transformers"
         self.trainable = network.eval()
         self._reader: Reader | None = None
-        self._reads: tuple[str, DraftNetwork, Watched] | None = None  # what the reader was made of
+        self._reads: Origin | None = None  # what the reader was made of
+        self._placed: Placed | None = None
+        self._placed_from: Origin | None = None
         self.vocab_size = parts.vocab_size
         self.num_real_ids = min(num_real_ids(parts.tokenizer), parts.vocab_size)
         limit = getattr(network.model_config, "max_position_embeddings", None)
@@ -72,10 +80,24 @@ class NetworkDrafter(ABC):
 
     def reader(self) -> Reader:
         """What sessions read with; a new one wherever weights, their place or `backend` changed."""
-        if self._reader is None or not self._reads_the_same():
+        if self._reader is None or not self._is_still(self._reads):
             self._reader = make_reader(self.trainable, self.parts, self.backend)
-            self._reads = self.backend, self.trainable, Watched(self.trainable)
+            self._reads = self._origin()
         return self._reader
+
+    def on_device(self) -> "DeviceParts | None":
+        """The network as passes on the device read it, a new one wherever the weights, their place
+        or `backend` changed; None where it has no forward there, which is said once.
+        """
+        if not self._is_still(self._placed_from):
+            self._placed = None if self.backend == "transformers" else self._place()
+            self._placed_from = self._origin()
+        return None if self._placed is None else self._placed.parts
+
+    @property
+    def device_copied_bytes(self) -> int:
+        """Of weights that are there once more since it drafts on the device."""
+        return 0 if self._placed is None else self._placed.copied_bytes
 
     def widen(self, logits: Tensor) -> Tensor:  # [..., C] -> [..., V] float32
         """The network's logits in the target's columns, -inf where it has no law."""
@@ -124,10 +146,18 @@ class NetworkDrafter(ABC):
     def _own(self) -> Iterable[Tensor]:
         """Tensors that would not be in memory without this drafter."""
 
-    def _reads_the_same(self) -> bool:
-        if self._reads is None:
+    def _place(self) -> "Placed | None":
+        from drafters.on_device import place  # Triton is not everywhere
+
+        return place(self.trainable, self.vocab_size, self.num_real_ids, self.max_context)
+
+    def _origin(self) -> Origin:
+        return self.backend, self.trainable, Watched(self.trainable)
+
+    def _is_still(self, origin: Origin | None) -> bool:
+        if origin is None:
             return False
-        backend, network, watched = self._reads
+        backend, network, watched = origin
         return backend == self.backend and network is self.trainable and watched.unchanged()
 
     def _measure(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -21,6 +21,9 @@ from torch import Tensor
 from decode.types import MAX_DRAFT_TOKENS, DraftProposal, DraftSampler, Sampling
 from drafters.base import BuildContext, DrafterConfig, common_prefix
 from drafters.checkpoint import read_description, save_drafter
+
+if TYPE_CHECKING:
+    from decode.device.parts import DeviceLookup, DeviceParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +150,25 @@ class NgramDrafter:
 
     def __init__(self, config: NgramConfig) -> None:
         self.config = config
+        self._parts: DeviceParts | None = None
 
     def open(self) -> NgramSession:
         return NgramSession(self.config)
+
+    def on_device(self) -> "DeviceParts":
+        """The lookup that the device makes by the same rule (kernels/lookup.py)."""
+        from decode.device.parts import DeviceParts  # Triton is not everywhere
+
+        if self._parts is None:
+            self._parts = DeviceParts(self.device_lookup(0), None)
+        return self._parts
+
+    def device_lookup(self, min_match: int) -> "DeviceLookup":
+        """The rule's numbers, believed where at least so many tokens agree."""
+        from decode.device.parts import DeviceLookup
+
+        low, high, offer = self.config.min_ngram, self.config.max_ngram, self.config.max_offer
+        return DeviceLookup(low, high, offer, max(low, min_match))
 
     def save(self, folder: Path) -> None:
         """Write drafter.json; there are no weights."""

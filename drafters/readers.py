@@ -8,7 +8,7 @@ in the layout that a native target has made of it.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -184,18 +184,20 @@ class Copy(Blocked):
         self.sources = [tensor.detach() for tensor in [*(m.weight for m in modules), *biases]]
 
 
-_copies: WeakValueDictionary[tuple[Any, ...], Copy] = WeakValueDictionary()
+_copies: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 
 
-def laid_out(modules: Sequence[nn.Linear]) -> Copy:
+def laid_out(
+    modules: Sequence[nn.Linear], make: Callable[[Sequence[nn.Linear]], Any] = Copy
+) -> Any:
     """The product of these modules as they are now; one for all whose weights are the same memory,
     as those of a base and of what is merged on it.
     """
     tensors = [t for module in modules for t in (module.weight, module.bias)]
-    key = tuple(t is not None and (_stamp(t), t.shape, t.dtype) for t in tensors)
+    key = make, *(t is not None and (_stamp(t), t.shape, t.dtype) for t in tensors)
     found = _copies.get(key)
     if found is None:
-        found = Copy(modules)
+        found = make(modules)
         _copies[key] = found
     return found
 
