@@ -181,22 +181,23 @@ class SpeculativeDecoder:
     def _stream(self, order: Order) -> Iterator[StreamChunk]:
         runner = self._runner()
         row, shown = self._open(runner, order), 0
-        while row.stopper.finish_reason is None:
-            runner.step([row])
-            new, shown = row.records[shown:], len(row.records)
-            for record in new:  # none where the device is ahead by its first step
-                is_last = record is new[-1]
-                reason = row.stopper.finish_reason if is_last else None
-                yield StreamChunk(
-                    text=row.stopper.take() if is_last else "",
-                    token_ids=row.token_ids[record.position :][: record.num_emitted],
-                    drafter=record.drafter,
-                    source=record.source,
-                    num_drafted=record.num_drafted,
-                    num_accepted=record.num_accepted,
-                    finish_reason=reason,
-                    metrics=None if reason is None else self._metrics(runner, row),
-                )
+        while row.stopper.finish_reason is None or shown < len(row.records):
+            if shown == len(row.records):
+                runner.step([row])  # on the device the first step's record comes with the second
+                continue
+            record, shown = row.records[shown], shown + 1
+            is_newest = shown == len(row.records)
+            reason = row.stopper.finish_reason if is_newest else None
+            yield StreamChunk(
+                text=row.stopper.take() if is_newest else "",
+                token_ids=row.token_ids[record.position :][: record.num_emitted],
+                drafter=record.drafter,
+                source=record.source,
+                num_drafted=record.num_drafted,
+                num_accepted=record.num_accepted,
+                finish_reason=reason,
+                metrics=None if reason is None else self._metrics(runner, row),
+            )
 
     def _runner(self) -> Runner:
         """What decodes: on the device without waiting, where target and all drafters can."""

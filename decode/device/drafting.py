@@ -34,7 +34,8 @@ class ModelDrafting:
         shape, forward = self._plan.shape, self._model.forward
         rows, device = shape.num_rows, self._state.device
         wanted = torch.empty(rows, dtype=torch.int32, device=device)
-        first, last = empty_step(rows, shape.catch_up, device), torch.empty_like(wanted).long()
+        first = empty_step(rows, shape.catch_up, device)
+        last = torch.empty(rows, dtype=torch.int64, device=device)
         limit = min(self._model.max_context, forward.architecture.max_context)
         catch_up(
             self._state.slots,

@@ -109,7 +109,8 @@ class DeviceEngine:
         arms = choose_arms(rows, self.pool, self.members)
         self._make_room(rows, arms)
         read_ahead = self._read_ahead(rows, arms)
-        shape = self._shape(rows, arms)
+        self._see_moves()
+        shape = self._captured(self._shape(rows, arms), rows)
         step = self._step(shape)
         step.plan.fill([self._plan(row, arm, shape) for row, arm in zip(rows, arms, strict=True)])
         records = self.graphs.run(shape, step.compute, changes=self.state.changes)
@@ -174,8 +175,8 @@ class DeviceEngine:
             rules=Rules.of([row.request.sampling for row in rows], self.gumbel),
         )
 
-    def _step(self, shape: Shape) -> DeviceStep:
-        """The step of that shape; whatever was captured is forgotten where something has moved."""
+    def _see_moves(self) -> None:
+        """Forget whatever was captured where something has moved since."""
         forwards = [self.forward, *(model.forward for model in self.members.models)]
         for forward in forwards:
             forward.refresh()
@@ -183,6 +184,21 @@ class DeviceEngine:
         if versions != self._versions:
             self.graphs.clear()
             self._versions = versions
+
+    def _captured(self, shape: Shape, rows: Sequence[DeviceRow]) -> Shape:
+        """The shape, or near the end of all texts a captured one that holds it.
+
+        There drafts get shorter with every step, and a graph takes longer to capture than the last
+        steps take in one that is too large.
+        """
+        ending = all(row.most_draft_tokens < MAX_DRAFT_TOKENS for row in rows)
+        if not ending or self.graphs.captured(shape):
+            return shape
+        known = [one for one in self._steps if self.graphs.captured(one) and one.holds(shape)]
+        return min(known, key=lambda s: (s.model_drafts, s.most_drafts, s.catch_up), default=shape)
+
+    def _step(self, shape: Shape) -> DeviceStep:
+        """The step of that shape."""
         if shape not in self._steps:
             model = None if shape.model is None else self.members.models[shape.model]
             plan = Plan.new(shape, self.state.device)

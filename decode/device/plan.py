@@ -55,6 +55,18 @@ class Shape:
     lookups: tuple[DeviceLookup, ...]
     rules: Rules
 
+    def holds(self, other: "Shape") -> bool:
+        """Whether a step of this shape can do what one of the other does."""
+        return (
+            self.num_rows == other.num_rows
+            and self.most_drafts >= other.most_drafts
+            and other.model in (None, self.model)
+            and self.model_drafts >= other.model_drafts
+            and self.catch_up >= other.catch_up
+            and set(self.lookups) >= set(other.lookups)
+            and self.rules == other.rules
+        )
+
 
 @dataclass(frozen=True)
 class RowPlan:
