@@ -133,6 +133,7 @@ def catch_up(
     token_ids: Tensor,  # [B * width] int32 of its first pass
     batch: Batch,
     last: Tensor,  # [B] int64, overwritten: where each row's last token stands in the pass
+    depths: Tensor,  # [K, n] int32 zeros; the first of those at which a row drafts become 1
     most: int,  # tokens to draft
     max_context: int,
 ) -> None:
@@ -158,6 +159,8 @@ def catch_up(
         batch.positions,
         batch.widths,
         last,
+        depths,
+        depths.stride(0),
         batch.width,
         most,
         max_context,
@@ -320,11 +323,11 @@ def found_kernel(
         tl.store(sources_ptr + b, tl.where(number > 0, FROM_LOOKUP, 0))
 
 
-@triton.jit(do_not_specialize=["capacity", "width", "most", "max_context"])
+@triton.jit(do_not_specialize=["capacity", "stride", "width", "most", "max_context"])
 def catch_up_kernel(
     slots_ptr, models_ptr, model_slots_ptr, at_least_ptr, lengths_ptr, tokens_ptr, capacity,
     read_ptr, drafted_ptr, limits_ptr, wanted_ptr, ids_ptr, row_slots_ptr, positions_ptr,
-    widths_ptr, last_ptr, width, most, max_context, BLOCK: tl.constexpr,
+    widths_ptr, last_ptr, depths_ptr, stride, width, most, max_context, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
@@ -346,6 +349,8 @@ def catch_up_kernel(
     tl.store(positions_ptr + b, tl.where(wanted > 0, read, 0))
     tl.store(widths_ptr + b, used)
     tl.store(last_ptr + b, (b * width + tl.maximum(used - 1, 0)).to(tl.int64))
+    for depth in range(0, wanted):
+        tl.store(depths_ptr + depth * stride, 1)
     if wanted > 0:
         tl.store(read_ptr + slot, length)
 

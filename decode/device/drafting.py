@@ -10,7 +10,7 @@ from torch import Tensor
 from decode.device.parts import DeviceModel
 from decode.device.plan import Plan
 from decode.device.state import DeviceState
-from decode.native.kernel_forward import Step
+from decode.native.kernel_forward import ALIGNED, Step
 from kernels.coupled import enqueue as race
 from kernels.inputs import Inputs
 from kernels.step import Drafting, catch_up, take
@@ -36,6 +36,8 @@ class ModelDrafting:
         wanted = torch.empty(rows, dtype=torch.int32, device=device)
         first = empty_step(rows, shape.catch_up, device)
         last = torch.empty(rows, dtype=torch.int64, device=device)
+        # Where no row drafts, as when lookups found something for all, weights are not read.
+        depths = torch.zeros(shape.model_drafts, ALIGNED, dtype=torch.int32, device=device)
         limit = min(self._model.max_context, forward.architecture.max_context)
         catch_up(
             self._state.slots,
@@ -46,13 +48,14 @@ class ModelDrafting:
             first.token_ids,
             first.batch,
             last,
+            depths,
             shape.model_drafts,
             limit,
         )
         held = self._held()
         seen = None if seen is None else seen.clone()  # the drafts are seen while drafting only
         following = empty_step(rows, 1, device)
-        logits = forward.compute(first, only=last)
+        logits = forward.compute(first, only=last, wanted=depths[0, :1])
         for depth in range(shape.model_drafts):
             assert logits is not None
             drawn, errors = self._draw(logits, depth, held, seen)
@@ -70,7 +73,7 @@ class ModelDrafting:
                 seen,
             )
             if depth + 1 < shape.model_drafts:
-                logits = forward.compute(following)
+                logits = forward.compute(following, wanted=depths[depth + 1, :1])
         return None if self._rules.greedy or self._rules.gumbel else held
 
     def _held(self) -> Tensor | None:

@@ -123,7 +123,9 @@ def test_a_model_reads_the_verified_tokens_that_it_lacks() -> None:
     read, wanted = whole(0, 3, 0, 4, 0), whole(*[-7] * 5)
     ids, places = batch(2)
     last = long(*[-7] * 5)
-    catch_up(state, given, drafting, read, wanted, ids, places, last, 3, 100)
+    depths = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
+    catch_up(state, given, drafting, read, wanted, ids, places, last, depths, 3, 100)
+    assert depths.tolist() == [[1, 0, 0, 0]] * 3 + [[0] * 4]
     assert wanted.tolist() == [3, 1, 0, 0, 0]
     assert drafting.limits.tolist() == [3, 1, 0, 0, 0]
     assert places.widths.tolist() == [2, 1, 0, 0, 0]
@@ -148,7 +150,8 @@ def test_a_model_drafts_as_far_as_it_can(read: int, context: int, expected: int)
     drafting, _ = begun(state, given)
     wanted, (ids, places) = whole(*[0] * 5), batch(2)
     held = whole(0, 0, 0, read, 0)
-    catch_up(state, given, drafting, held, wanted, ids, places, long(*[0] * 5), 3, context)
+    last, depths = long(*[0] * 5), torch.zeros(3, 4, dtype=torch.int32, device=DEVICE)
+    catch_up(state, given, drafting, held, wanted, ids, places, last, depths, 3, context)
     assert int(wanted[0]) == expected
     assert int(held[3]) == (6 if expected else read)
 
@@ -295,7 +298,7 @@ def launches(rows, most, width, counts, seen, ids, read):
         step.begin(slots, asked, drafting, ints(2, rows), longs(rows, 3))
         step.keep_found(asked, drafting, ints(2, rows, most), ints(2, rows))
         step.catch_up(slots, asked, drafting, ints(8), ints(rows), ints(rows * width), place,
-                      longs(rows), 3, 700)
+                      longs(rows), ints(3, 4), 3, 700)
         step.take(slots, asked, drafting, 1, ints(rows), longs(rows, 1), ints(rows), ids,
                   ints(rows), place, seen)
         step.present(slots, asked, drafting, ints(rows * most + rows), place)
