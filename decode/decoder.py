@@ -5,12 +5,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from decode.clock import Clock, SystemClock
 from decode.loop import Loop, Row
+from decode.native.target import NativeTarget
 from decode.noise import Noise, PhiloxNoise
 from decode.pool import Pool
 from decode.prompts import Prompts, check_prompts, content_ids, read_prompts
@@ -20,6 +21,10 @@ from decode.stopping import Stopper, decode
 from decode.targets.choices import AUTO
 from decode.types import Drafter, Policy, Prior, Request, Router, Sampling, Target
 from decode.verification import select_verifier
+
+if TYPE_CHECKING:
+    from decode.device.engine import DeviceEngine
+    from decode.device.rows import DeviceRow
 
 T = TypeVar("T", bound=str | None)
 COUPLINGS = ("rejection", "gumbel")
@@ -37,6 +42,23 @@ class Order:
     stop: tuple[str, ...]
     max_new_tokens: int
     follow_text: bool
+
+
+class Runner(Protocol):
+    """What decodes rows of its own kind, step by step: decode.loop, or decode.device."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a step at most."""
+
+    @property
+    def verifier_name(self) -> str: ...
+
+    def open(
+        self, request: Request, prompt: Sequence[int], stopper: Stopper, noise: Noise
+    ) -> Any: ...
+
+    def step(self, rows: Sequence[Any]) -> None: ...
 
 
 class SpeculativeDecoder:
@@ -94,8 +116,10 @@ class SpeculativeDecoder:
                 "coupling=gumbel: texts may part at near ties, since this target rounds by width"
             )
         self.max_rows = max_rows
-        self._noise = noise
+        self._noise, self._clock, self._coupling = noise, clock, coupling
         self._loop = Loop(self.target, self.pool, self.policy, self.verifier, clock, coupling)
+        self._engine: DeviceEngine | None = None
+        self._said = False  # that not all drafters draft on the device
 
     @property
     def drafters(self) -> dict[str, Drafter]:
@@ -121,19 +145,20 @@ class SpeculativeDecoder:
         waiting = deque(
             self._orders(prompts, max_new_tokens, sampling, stop, request_ids, router_texts, False)
         )
-        rows: list[Row] = []
-        active: list[Row] = []
+        runner = self._runner()
+        rows: list[Any] = []
+        active: list[Any] = []
         while waiting or active:
-            while waiting and len(active) < self.max_rows:
-                active.append(self._open(waiting.popleft()))
+            while waiting and len(active) < min(self.max_rows, runner.most_rows):
+                active.append(self._open(runner, waiting.popleft()))
                 rows.append(active[-1])
-            self._loop.step(active)
+            runner.step(active)
             active = [row for row in active if row.stopper.finish_reason is None]
         return GenerationResult(
             token_ids=[row.stopper.token_ids for row in rows],
             texts=[row.stopper.text() for row in rows],
             records=[row.records for row in rows],
-            metrics=[self._metrics(row) for row in rows],
+            metrics=[self._metrics(runner, row) for row in rows],
         )
 
     def stream(
@@ -154,20 +179,51 @@ class SpeculativeDecoder:
         return self._stream(orders[0])
 
     def _stream(self, order: Order) -> Iterator[StreamChunk]:
-        row = self._open(order)
-        while row.stopper.finish_reason is None:
-            self._loop.step([row])
-            record, reason = row.records[-1], row.stopper.finish_reason
+        runner = self._runner()
+        row, shown = self._open(runner, order), 0
+        while row.stopper.finish_reason is None or shown < len(row.records):
+            if shown == len(row.records):
+                runner.step([row])  # on the device the first step's record comes with the second
+                continue
+            record, shown = row.records[shown], shown + 1
+            is_newest = shown == len(row.records)
+            reason = row.stopper.finish_reason if is_newest else None
             yield StreamChunk(
-                text=row.stopper.take(),
-                token_ids=row.token_ids[-record.num_emitted :],
+                text=row.stopper.take() if is_newest else "",
+                token_ids=row.token_ids[record.position :][: record.num_emitted],
                 drafter=record.drafter,
                 source=record.source,
                 num_drafted=record.num_drafted,
                 num_accepted=record.num_accepted,
                 finish_reason=reason,
-                metrics=None if reason is None else self._metrics(row),
+                metrics=None if reason is None else self._metrics(runner, row),
             )
+
+    def _runner(self) -> Runner:
+        """What decodes: on the device without waiting, where target and all drafters can."""
+        target = self.target
+        if not isinstance(target, NativeTarget) or target.kernel_forward is None:
+            return self._loop
+        from decode.device.engine import DeviceEngine  # Triton is not everywhere
+        from decode.device.members import device_parts
+
+        parts, waiting = device_parts(self.pool)
+        if waiting:
+            self._say_waits(waiting)
+            return self._loop
+        if self._engine is None or not self._engine.serves(parts):
+            self._engine = DeviceEngine(
+                target, self.pool, parts, self.policy, self._clock, self._coupling
+            )
+        return self._engine
+
+    def _say_waits(self, names: Sequence[str]) -> None:
+        """Say, once, whom the device has to wait for."""
+        if not self._said:
+            log.info(
+                "%s cannot draft on the device: each step waits for the host", ", ".join(names)
+            )
+        self._said = True
 
     def _orders(
         self,
@@ -199,7 +255,7 @@ class SpeculativeDecoder:
             for prompt, request_id, text in zip(read, ids, texts, strict=True)
         ]
 
-    def _open(self, order: Order) -> Row:
+    def _open(self, runner: Runner, order: Order) -> "Row | DeviceRow":
         """The row of an order, its prompt read."""
         length = len(order.token_ids)
         stopper = Stopper(
@@ -215,7 +271,7 @@ class SpeculativeDecoder:
             order.request_id, length, order.max_new_tokens, order.sampling, self._prior(order)
         )
         noise = self._noise or PhiloxNoise(order.sampling.seed)
-        return self._loop.open(request, order.token_ids, stopper, noise)
+        return runner.open(request, order.token_ids, stopper, noise)
 
     def _prior(self, order: Order) -> Prior | None:
         if self.router is None:
@@ -225,14 +281,14 @@ class SpeculativeDecoder:
             text = "" if self.tokenizer is None else decode(self.tokenizer, order.token_ids)
         return self.router.prior(text, len(order.token_ids), order.sampling)
 
-    def _metrics(self, row: Row) -> Metrics:
+    def _metrics(self, runner: Runner, row: "Row | DeviceRow") -> Metrics:
         assert row.stopper.finish_reason is not None
         return summarise(
             row.records,
             num_prompt_tokens=row.request.num_prompt_tokens,
             prefill_seconds=row.prefill_seconds,
             finish_reason=row.stopper.finish_reason,
-            verifier=self.verifier.name,
+            verifier=runner.verifier_name,
             backend=self.target.backend,
         )
 

@@ -6,7 +6,8 @@ each draft is accepted or rejected by the rule of `verify`, and one more token c
 row that was not used up.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -57,6 +58,8 @@ class Row:
 class Loop:
     """Decodes rows step by step. Holds no row, so that rows may join and leave between steps."""
 
+    most_rows = sys.maxsize
+
     def __init__(
         self,
         target: Target,
@@ -74,6 +77,10 @@ class Loop:
         self.watch = Stopwatch(clock, target.device)
         self.host_seconds = 0.0  # since the last record was written
         self.verify_seconds = 0.0
+
+    @property
+    def verifier_name(self) -> str:
+        return self.verifier.name
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> None:
@@ -202,18 +209,7 @@ class Loop:
         offers = self.pool.offers(row.drafts, row.token_ids, limit)
         if row.policy is None or not offers:
             return PLAIN
-        choice = row.policy.choose(offers)
-        if choice.drafter == OFF:
-            return choice
-        if choice.drafter not in offers and choice.drafter not in self.pool.dropped:
-            raise ValueError(
-                f"the policy chose drafter {choice.drafter!r}, which is not in the pool "
-                f"({', '.join(offers)}); build the policy for these drafters"
-            )
-        length = min(choice.num_draft_tokens, offers.get(choice.drafter, 0))
-        if length == 0:
-            return replace(choice, drafter=OFF, num_draft_tokens=0, reason="nothing offered")
-        return replace(choice, num_draft_tokens=length)
+        return fitted(row.policy.choose(offers), offers, self.pool)
 
     def _chance(self, row: Row, count: int) -> Sequence[float] | Place:
         """What verification draws a row's tokens with."""
@@ -235,6 +231,21 @@ class Loop:
         seen = seen_tokens(row.counts)
         by_race = race if self.coupling == "gumbel" else None
         return RowSampler(row.request.sampling, uniform, seen, by_race)
+
+
+def fitted(choice: Choice, offers: Mapping[str, int], pool: Pool) -> Choice:
+    """A policy's choice, cut to what is on offer; ValueError for a drafter that is none."""
+    if choice.drafter == OFF:
+        return choice
+    if choice.drafter not in offers and choice.drafter not in pool.dropped:
+        raise ValueError(
+            f"the policy chose drafter {choice.drafter!r}, which is not in the pool "
+            f"({', '.join(offers)}); build the policy for these drafters"
+        )
+    length = min(choice.num_draft_tokens, offers.get(choice.drafter, 0))
+    if length == 0:
+        return replace(choice, drafter=OFF, num_draft_tokens=0, reason="nothing offered")
+    return replace(choice, num_draft_tokens=length)
 
 
 class Stopwatch:

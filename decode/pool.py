@@ -35,7 +35,7 @@ class Pool:
             try:
                 sessions[name] = self._open(self.drafters[name], sessions)
             except Exception as error:
-                self._drop(name, error)
+                self.drop(name, error)
         return {name: sessions[name] for name in self.drafters}
 
     def _open(self, drafter: Drafter, sessions: Mapping[str, DraftSession]) -> DraftSession:
@@ -58,7 +58,7 @@ class Pool:
             try:
                 offers[name] = min(sessions[name].offer(token_ids), limit) if limit else 0
             except Exception as error:
-                self._drop(name, error)
+                self.drop(name, error)
         return offers
 
     def propose(
@@ -78,7 +78,7 @@ class Pool:
             proposal = sessions[choice.drafter].propose(token_ids, choice.num_draft_tokens, sampler)
             self._check(proposal, choice.num_draft_tokens, sampler)
         except Exception as error:
-            self._drop(choice.drafter, error)
+            self.drop(choice.drafter, error)
             return None
         # Kinds may be shared and mislead: only a drafter made of others says more than its name.
         source = proposal.source if _shares(drafter) else choice.drafter
@@ -103,7 +103,8 @@ class Pool:
                 "its proposal is not what it drew, which would change the law of the output"
             )
 
-    def _drop(self, name: str, error: Exception) -> None:
+    def drop(self, name: str, error: Exception) -> None:
+        """Take a drafter out, and say so."""
         self.dropped[name] = f"{type(error).__name__}: {error}"
         del self.drafters[name]
         log.warning("drafter %s failed and is dropped for this run: %s", name, self.dropped[name])

@@ -63,7 +63,7 @@ def couple(
     )
     check_for_kernel(inputs)
     words = key_words(keys, places).to(target_logits.device, non_blocking=True)
-    verification, errors = _launch(inputs, words)
+    verification, errors = enqueue(inputs, words)
     raise_for(inputs, errors)
     return verification
 
@@ -74,7 +74,11 @@ def key_words(keys: list[Key], places: list[int]) -> Tensor:
     return torch.tensor([[*key, place] for key, place in zip(signed, places, strict=True)])
 
 
-def _launch(inputs: Inputs, words: Tensor) -> tuple[Verification, Tensor]:
+def enqueue(inputs: Inputs, words: Tensor) -> tuple[Verification, Tensor]:
+    """Launch every kernel; the verification, and a flag [B] for rows that break the contract.
+
+    `words` [B, 3] int64, as `key_words` makes them, lie on the device.
+    """
     call: Call = launch_arguments(inputs)
     batch, width = inputs.uniforms.shape
     device = inputs.target_logits.device

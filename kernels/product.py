@@ -1,4 +1,5 @@
 # mypy: disallow-untyped-defs=False
+# ruff: noqa: SIM102 (what the compiler decides stays apart from what the device decides)
 r"""Skinny products y = x W^T for a few rows, bound by reading W once.
 
 W [N, K] lies row-major. A program holds BLOCK_N rows of W against BLOCK_M rows of x and walks over
@@ -46,22 +47,32 @@ def gated_reference(
     return (opened.double() * product_reference(x, up, up_bias).double()).to(x.dtype)
 
 
-def product_parts(x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
-    """[split, M, N] float32, whose sum over the first dimension is x W^T. x [M, K], W [N, K]."""
+def product_parts(
+    x: Tensor, weight: Tensor, tile: Tile | None = None, wanted: Tensor | None = None
+) -> Tensor:
+    """[split, M, N] float32, whose sum over the first dimension is x W^T. x [M, K], W [N, K].
+
+    `wanted` [1] int32, here and below: where it is 0 on the device, nothing is computed or read,
+    and what is returned is whatever the memory held.
+    """
     tile = tile or product_tile("parts", len(weight), weight.shape[1], x.device)
     out = torch.empty(tile.split, len(x), len(weight), dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, None, None, out, tile)
+    _launch(x, weight, None, None, None, out, tile, wanted)
     return out
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tile: Tile | None = None,
+    wanted: Tensor | None = None,
 ) -> Tensor:
     """x W^T + b [M, N] in x's type. x [M, K], W [N, K], b [N]."""
     tile = tile or product_tile("whole", len(weight), weight.shape[1], x.device)
     assert tile.split == 1, tile
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, bias, None, out, tile)
+    _launch(x, weight, None, bias, None, out, tile, wanted)
     return out
 
 
@@ -72,12 +83,13 @@ def gated_product(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     tile: Tile | None = None,
+    wanted: Tensor | None = None,
 ) -> Tensor:
     """silu(x Wg^T + bg) * (x Wu^T + bu) [M, N] in x's type; both weights [N, K]."""
     tile = tile or product_tile("gated", len(gate), gate.shape[1], x.device)
     assert tile.split == 1, tile
     out = torch.empty(len(x), len(gate), dtype=x.dtype, device=x.device)
-    _launch(x, gate, up, gate_bias, up_bias, out, tile)
+    _launch(x, gate, up, gate_bias, up_bias, out, tile, wanted)
     return out
 
 
@@ -89,6 +101,7 @@ def _launch(
     second_bias: Tensor | None,
     out: Tensor,
     tile: Tile,
+    wanted: Tensor | None,
 ) -> None:
     read = (x, weight, weight if second is None else second)
     assert all(t.is_contiguous() for t in read), "x and W are read row by row"
@@ -104,6 +117,7 @@ def _launch(
         second,
         bias,
         second_bias,
+        wanted,
         out,
         num_rows,
         N=num_out,
@@ -132,6 +146,7 @@ def product_kernel(
     second_ptr,
     bias_ptr,
     second_bias_ptr,
+    wanted_ptr,
     out_ptr,
     num_rows,
     N: tl.constexpr,
@@ -165,6 +180,9 @@ def product_kernel(
             prefetch(second_ptr + starts, K - first, share * BLOCK_K, BLOCK_N)
     if OVERLAP > 0:
         wait()
+    if wanted_ptr is not None:
+        if tl.load(wanted_ptr) == 0:
+            return
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for block in range(0, share):

@@ -188,8 +188,17 @@ class KernelForward:
         self._cos = cos[:, 0, :half].contiguous()
         self._sin = sin[:, 0, half:].contiguous()
 
-    def compute(self, step: Step, with_logits: bool = True) -> Tensor | None:
-        """The launches of one pass."""
+    def compute(
+        self,
+        step: Step,
+        with_logits: bool = True,
+        only: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor | None:
+        """The launches of one pass; with `only` [N] int64 the logits of these tokens alone.
+
+        `wanted` [1] int32: where it is 0 on the device all rows are padding, and no weight is read.
+        """
         eps = self.architecture.norm_eps
         layers = self.weights.layers
         residual, normed = embed_norm(
@@ -197,24 +206,28 @@ class KernelForward:
         )
         following = [layer.input_norm for layer in layers[1:]] + [self.weights.norm]
         for number, layer in enumerate(layers):
-            query = self._heads(layer, normed, step.batch, number)
+            query = self._heads(layer, normed, step.batch, number, wanted)
             if number == len(layers) - 1 and not with_logits:
                 return None  # its keys and values are kept, and nobody asks what follows
             seen = self._attend(query, step.batch, number)
-            parts = self._parts(layer.output, seen)
+            parts = self._parts(layer.output, seen, wanted)
             normed = add_norm(parts, layer.output.bias, residual, layer.mlp_norm, eps)
-            parts = self._parts(layer.down, self._gated(layer, normed))
+            parts = self._parts(layer.down, self._gated(layer, normed, wanted), wanted)
             normed = add_norm(parts, layer.down.bias, residual, following[number], eps)
         head = self.weights.head
+        if only is not None:
+            normed = normed.index_select(0, only)
         if self._leaves(normed):
             return F.linear(normed, head.weight, head.bias)
-        return product(normed, head.weight, head.bias)
+        return product(normed, head.weight, head.bias, wanted=wanted)
 
-    def _heads(self, layer: Layer, normed: Tensor, batch: Batch, number: int) -> Tensor:
+    def _heads(
+        self, layer: Layer, normed: Tensor, batch: Batch, number: int, wanted: Tensor | None
+    ) -> Tensor:
         norms = None
         if layer.query_norm is not None and layer.key_norm is not None:
             norms = HeadNorms(layer.query_norm, layer.key_norm, self.architecture.norm_eps)
-        parts = self._parts(layer.qkv, normed)
+        parts = self._parts(layer.qkv, normed, wanted)
         tables = self._cos, self._sin
         return split_heads(parts, layer.qkv.bias, norms, *tables, batch, *self.cache.layer(number))
 
@@ -223,16 +236,16 @@ class KernelForward:
         keys, values = self.cache.layer(number)
         return decode_attention(query, keys, values, batch, a.windows[number], a.head_dim**-0.5)
 
-    def _parts(self, weights: Product, x: Tensor) -> Tensor:
+    def _parts(self, weights: Product, x: Tensor, wanted: Tensor | None) -> Tensor:
         if self._leaves(x):
             return F.linear(x, weights.weight)[None]
-        return product_parts(x, weights.weight)
+        return product_parts(x, weights.weight, wanted=wanted)
 
-    def _gated(self, layer: Layer, x: Tensor) -> Tensor:
+    def _gated(self, layer: Layer, x: Tensor, wanted: Tensor | None) -> Tensor:
         gate, up = layer.gate, layer.up
         if self._leaves(x):
             return F.silu(F.linear(x, gate.weight, gate.bias)).mul_(F.linear(x, up.weight, up.bias))
-        return gated_product(x, gate.weight, up.weight, gate.bias, up.bias)
+        return gated_product(x, gate.weight, up.weight, gate.bias, up.bias, wanted=wanted)
 
     def _leaves(self, x: Tensor) -> bool:
         """Whether a product of so many rows is left to cuBLAS."""

@@ -99,6 +99,11 @@ class NativeTarget:
         return self._model
 
     @property
+    def kernel_forward(self) -> "KernelForward | None":
+        """The forward in Triton kernels, where passes run in them."""
+        return None if isinstance(self._forward, Forward) else self._forward
+
+    @property
     def head(self) -> Product:
         """The output head as it is laid out here, for drafters that answer with it."""
         return self._forward.weights.head

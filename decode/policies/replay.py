@@ -25,25 +25,30 @@ class Replay:
 
 
 class ReplaySession:
-    """Walks one log."""
+    """Walks one log. Where a step is queued before the end of the text is seen, one choice more
+    than the log holds is asked for, of which nothing is kept.
+    """
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self._choices = choices
         self._step = 0
 
     def choose(self, offers: Mapping[str, int]) -> Choice:
-        if self._step >= len(self._choices):
-            raise ValueError(
-                f"the log ends after {self._step} steps; replay with the settings of its recording"
-            )
-        choice = self._choices[self._step]
+        step, self._step = self._step, self._step + 1
+        if step >= len(self._choices):
+            return Choice(OFF, 0, "the log has ended")
+        choice = self._choices[step]
         if choice.drafter != OFF and offers.get(choice.drafter, 0) < choice.num_draft_tokens:
             raise ValueError(
-                f"step {self._step} of the log drafts {choice.num_draft_tokens} tokens with "
+                f"step {step} of the log drafts {choice.num_draft_tokens} tokens with "
                 f"{choice.drafter}, which offers {offers.get(choice.drafter, 0)} now; "
                 "replay with the drafters of its recording"
             )
         return choice
 
     def learn(self, record: StepRecord) -> None:
-        self._step += 1
+        if record.step >= len(self._choices):
+            raise ValueError(
+                f"the log ends after {len(self._choices)} steps; replay with the settings of its "
+                "recording"
+            )

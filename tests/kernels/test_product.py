@@ -1,12 +1,14 @@
 """Would catch: a product that sums in another order for another number of rows, or whose rows touch
 one another; columns of a ragged block counted twice or lost, rows of W past its end written out;
 shares that overlap; a bias added to the wrong row; rounding in another place than a model of single
-operations has.
+operations has; weights that are read although all rows are padding.
 
 Bits: a row alone, in every width, and at every place among other rows. Tolerances: float32 over at
 most 320 columns against float64, 1e-5 of the largest value; 16-bit results may fall on the other
 side of one rounding, 2^-7 of their size in bfloat16 (twice that through a gate), 2^-10 in float16.
 """
+
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +129,21 @@ def test_a_pipeline_fits_the_shared_memory(block_m: int, itemsize: int) -> None:
         block_bytes = (num_weights * tile.block_n + block_m) * tile.block_k * itemsize
         assert 1 <= stages <= tile.num_stages
         assert stages * block_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("kind", ["parts", "whole", "gated"])
+def test_what_nobody_wants_is_not_computed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = random(torch.float32, 3, 32, seed=1), random(torch.float32, 40, 32, seed=2)
+
+    def filled(*shape: int, **options: Any) -> Tensor:
+        return torch.full(shape, 7.0, **options)
+
+    def run(wanted: int | None) -> Tensor:
+        flag = None if wanted is None else torch.tensor([wanted], dtype=torch.int32, device=DEVICE)
+        if kind == "gated":
+            return gated_product(x, weight, weight, wanted=flag)
+        return (product if kind == "whole" else product_parts)(x, weight, wanted=flag)
+
+    monkeypatch.setattr(torch, "empty", filled)
+    assert torch.equal(run(1), run(None))
+    assert bool((run(0) == 7.0).all())

@@ -1,0 +1,457 @@
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: SIM102 (what the compiler decides stays apart from what the device decides)
+r"""What happens between the passes of one step on the device: B rows, each known by its slot.
+
+State lies by slot: the verified tokens, their number n, how many more are allowed, whether the text
+has ended, and how many of its tokens each drafting model has read. A step then is
+
+    begin    the most that a row may draft: what it asks for, cut to what could still be emitted
+    catch up the verified tokens that a drafting model lacks become the rows of its first pass
+    take     a drawn token becomes the draft's next one, and the row of the next pass
+    present  the last verified token and the draft become the row of the target's pass
+    advance  what verification kept is appended, up to EOS or the last token allowed
+
+One program a row. Rows that are not there, or whose text has ended, are padding: their width is 0
+and nothing of theirs is written. To roll back is to lower a number: what was read past it is
+written over.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.heads import Batch
+from kernels.launching import launch
+
+NONE, LOOKUP, MODEL = 0, 1, 2  # who drafted
+NUM_FIELDS = 10  # of a row's record, before its tokens
+LIMIT, DRAFTED, ACCEPTED, EMITTED, SOURCE, BROKEN, FAILED, LENGTH, OPENED, READ = range(NUM_FIELDS)
+FROM_MODEL, FROM_LOOKUP = tl.constexpr(MODEL), tl.constexpr(LOOKUP)
+FIELDS = tl.constexpr(NUM_FIELDS)
+ONE_WARP = 1  # of each program: what one thread writes, another has read before
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The state of all rows, by slot."""
+
+    token_ids: Tensor  # [S, capacity] int32, verified
+    lengths: Tensor  # [S] int32, how many of them there are
+    left: Tensor  # [S] int32, tokens that may still be emitted
+    done: Tensor  # [S] int32, 1 where the text has ended
+    times: Tensor  # [2, S] int64, nanoseconds: when reading the prompt began and ended
+    counts: Tensor | None  # [S, V] int32, how often a token stands in token_ids
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the host decided for the rows of a step: [B] int64 each."""
+
+    slots: Tensor
+    there: Tensor  # 0: padding
+    limits: Tensor  # tokens to draft at most
+    lookups: Tensor  # which lookup is asked first; -1: none
+    models: Tensor  # 1: the model drafts, where no lookup matched
+    model_slots: Tensor  # of the model's cache
+    read: Tensor  # tokens that the model has read at least
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The drafts of a step while they grow."""
+
+    drafts: Tensor  # [B, K] int32, -1 past the end
+    drafted: Tensor  # [B] int32
+    sources: Tensor  # [B] int32: NONE, LOOKUP or MODEL
+    limits: Tensor  # [B] int32, tokens that could have been drafted
+    failed: Tensor  # [B] int32, 1 where the model's logits are no law
+
+    @classmethod
+    def new(cls, batch: int, width: int, device: torch.device) -> "Drafting":
+        """Memory that begin() fills."""
+        numbers = torch.empty(4, batch, dtype=torch.int32, device=device)
+        drafts = torch.empty(batch, width, dtype=torch.int32, device=device)
+        return cls(drafts, *numbers)
+
+
+def begin(slots: Slots, asked: Asked, state: Drafting, wanted: Tensor, words: Tensor) -> None:
+    """Nothing is drafted yet. `wanted` [L, B] int32: tokens asked of each lookup; `words` [B, 3]
+    int64: the third becomes the place of a row's next token.
+    """
+    batch, width = state.drafts.shape
+    launch(
+        begin_kernel,
+        (batch,),
+        asked.slots,
+        asked.there,
+        asked.limits,
+        asked.lookups,
+        slots.lengths,
+        slots.left,
+        slots.done,
+        state.drafts,
+        state.drafted,
+        state.sources,
+        state.limits,
+        state.failed,
+        wanted,
+        words,
+        len(wanted),
+        width,
+        BLOCK=triton.next_power_of_2(max(width, 1)),
+        num_warps=ONE_WARP,
+    )
+
+
+def keep_found(asked: Asked, state: Drafting, found: Tensor, num_found: Tensor) -> None:
+    """Take over what lookups found for the rows that asked: [L, B, K] and [L, B] int32."""
+    _, batch, width = found.shape
+    launch(
+        found_kernel,
+        (batch,),
+        asked.lookups,
+        found,
+        num_found,
+        state.drafts,
+        state.drafted,
+        state.sources,
+        width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=ONE_WARP,
+    )
+
+
+def catch_up(
+    slots: Slots,
+    asked: Asked,
+    state: Drafting,
+    read: Tensor,  # [S] int32, tokens that the model has read; all verified ones where it drafts
+    wanted: Tensor,  # [B] int32, overwritten: tokens that it is to draft
+    token_ids: Tensor,  # [B * width] int32 of its first pass
+    batch: Batch,
+    last: Tensor,  # [B] int64, overwritten: where each row's last token stands in the pass
+    depths: Tensor,  # [K, n] int32 zeros; the first of those at which a row drafts become 1
+    most: int,  # tokens to draft
+    max_context: int,
+) -> None:
+    """What the model lacks of each row that it drafts for; a row that lacks more than fits has
+    nothing drafted.
+    """
+    launch(
+        catch_up_kernel,
+        (len(asked.slots),),
+        asked.slots,
+        asked.models,
+        asked.model_slots,
+        asked.read,
+        slots.lengths,
+        slots.token_ids,
+        slots.token_ids.shape[1],
+        read,
+        state.drafted,
+        state.limits,
+        wanted,
+        token_ids,
+        batch.slots,
+        batch.positions,
+        batch.widths,
+        last,
+        depths,
+        depths.stride(0),
+        batch.width,
+        most,
+        max_context,
+        BLOCK=triton.next_power_of_2(batch.width),
+        num_warps=ONE_WARP,
+    )
+
+
+def take(
+    slots: Slots,
+    asked: Asked,
+    state: Drafting,
+    depth: int,
+    wanted: Tensor,  # [B] int32
+    drawn: Tensor,  # [B, 1] int64, of the model's columns
+    errors: Tensor,  # [B] int32, 1 where they come of no law
+    draft_ids: Tensor | None,  # [C] int64, the target's id of each column
+    token_ids: Tensor,  # [B] int32 of the model's next pass
+    batch: Batch,
+    seen: Tensor | None,  # [B, V] int32, the drawn token's becomes 1
+) -> None:
+    """The draft's token at this depth, and the model's next pass over it."""
+    launch(
+        take_kernel,
+        (len(wanted),),
+        asked.slots,
+        asked.model_slots,
+        slots.lengths,
+        wanted,
+        drawn,
+        errors,
+        draft_ids,
+        state.drafts,
+        state.drafted,
+        state.sources,
+        state.failed,
+        token_ids,
+        batch.slots,
+        batch.positions,
+        batch.widths,
+        seen,
+        0 if seen is None else seen.shape[1],
+        state.drafts.shape[1],
+        depth,
+        num_warps=ONE_WARP,
+    )
+
+
+def present(slots: Slots, asked: Asked, state: Drafting, token_ids: Tensor, batch: Batch) -> None:
+    """The target's pass: [B * (K + 1)] token ids and where they stand."""
+    launch(
+        present_kernel,
+        (len(asked.slots),),
+        asked.slots,
+        asked.there,
+        slots.lengths,
+        slots.done,
+        slots.token_ids,
+        slots.token_ids.shape[1],
+        state.drafts,
+        state.drafted,
+        token_ids,
+        batch.slots,
+        batch.positions,
+        batch.widths,
+        state.drafts.shape[1],
+        BLOCK=triton.next_power_of_2(batch.width),
+        num_warps=ONE_WARP,
+    )
+
+
+def advance(
+    slots: Slots,
+    asked: Asked,
+    state: Drafting,
+    kept: Tensor,  # [B, K + 1] int64, -1 past the end
+    num_accepted: Tensor,  # [B] int64
+    errors: Tensor,  # [B] int32, 1 where verification found no law
+    eos: Tensor,  # [E] int32
+    read: Tensor | None,  # [S] int32 of the model that drafted
+    records: Tensor,  # [B, NUM_FIELDS + K + 1] int64, overwritten
+) -> None:
+    """Append what was kept to each row that goes on, and say in its record what became of it."""
+    width = kept.shape[1]
+    vocab_size = 0 if slots.counts is None else slots.counts.shape[1]
+    launch(
+        advance_kernel,
+        (len(kept),),
+        asked.slots,
+        asked.there,
+        slots.lengths,
+        slots.left,
+        slots.done,
+        slots.times,
+        slots.token_ids,
+        slots.token_ids.shape[1],
+        slots.counts,
+        vocab_size,
+        state.drafted,
+        state.sources,
+        state.limits,
+        state.failed,
+        kept,
+        num_accepted,
+        errors,
+        eos,
+        len(eos),
+        read,
+        records,
+        len(slots.lengths),
+        width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=ONE_WARP,
+    )
+
+
+def stamp(times: Tensor, place: int) -> None:
+    """times[place] becomes the device's clock, in nanoseconds: int64, on CUDA only."""
+    launch(stamp_kernel, (1,), times, place, num_warps=ONE_WARP)
+
+
+@triton.jit(do_not_specialize=["num_lookups", "width"])
+def begin_kernel(
+    slots_ptr, there_ptr, asked_ptr, lookups_ptr, lengths_ptr, left_ptr, done_ptr,
+    drafts_ptr, drafted_ptr, sources_ptr, limits_ptr, failed_ptr, wanted_ptr, words_ptr,
+    num_lookups, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b, batch = tl.program_id(0), tl.num_programs(0)
+    slot = tl.load(slots_ptr + b)
+    active = (tl.load(there_ptr + b) != 0) & (tl.load(done_ptr + slot) == 0)
+    asked = tl.load(asked_ptr + b).to(tl.int32)
+    limit = tl.maximum(tl.minimum(asked, tl.load(left_ptr + slot) - 1), 0)
+    limit = tl.where(active, limit, 0)
+    tl.store(limits_ptr + b, limit)
+    tl.store(drafted_ptr + b, 0)
+    tl.store(sources_ptr + b, 0)
+    tl.store(failed_ptr + b, 0)
+    i = tl.arange(0, BLOCK)
+    tl.store(drafts_ptr + b * width + i, tl.full((BLOCK,), -1, tl.int32), mask=i < width)
+    lookup = tl.load(lookups_ptr + b)
+    for number in range(0, num_lookups):
+        tl.store(wanted_ptr + number * batch + b, tl.where(lookup == number, limit, 0))
+    tl.store(words_ptr + b * 3 + 2, tl.load(lengths_ptr + slot).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["width"])
+def found_kernel(
+    lookups_ptr, found_ptr, num_found_ptr, drafts_ptr, drafted_ptr, sources_ptr, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    b, batch = tl.program_id(0), tl.num_programs(0)
+    lookup = tl.load(lookups_ptr + b)
+    if lookup >= 0:
+        at = lookup * batch + b
+        number = tl.load(num_found_ptr + at)
+        i = tl.arange(0, BLOCK)
+        token = tl.load(found_ptr + at * width + i, mask=i < width, other=-1)
+        tl.store(drafts_ptr + b * width + i, tl.where(i < number, token, -1), mask=i < width)
+        tl.store(drafted_ptr + b, number)
+        tl.store(sources_ptr + b, tl.where(number > 0, FROM_LOOKUP, 0))
+
+
+@triton.jit(do_not_specialize=["capacity", "stride", "width", "most", "max_context"])
+def catch_up_kernel(
+    slots_ptr, models_ptr, model_slots_ptr, at_least_ptr, lengths_ptr, tokens_ptr, capacity,
+    read_ptr, drafted_ptr, limits_ptr, wanted_ptr, ids_ptr, row_slots_ptr, positions_ptr,
+    widths_ptr, last_ptr, depths_ptr, stride, width, most, max_context, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    slot = tl.load(slots_ptr + b)
+    length = tl.load(lengths_ptr + slot)
+    read = tl.maximum(tl.load(read_ptr + slot), tl.load(at_least_ptr + b).to(tl.int32))
+    lacks = length - read
+    limit = tl.load(limits_ptr + b)
+    asked = (tl.load(models_ptr + b) != 0) & (tl.load(drafted_ptr + b) == 0)
+    # The last drafted token is never read.
+    most = tl.minimum(most, tl.maximum(max_context - length + 1, 0))
+    wanted = tl.where(asked & (lacks <= width), tl.minimum(limit, most), 0)
+    tl.store(wanted_ptr + b, wanted)
+    tl.store(limits_ptr + b, tl.where(asked, wanted, limit))
+    used = tl.where(wanted > 0, lacks, 0)
+    w = tl.arange(0, BLOCK)
+    token = tl.load(tokens_ptr + slot * capacity + read + w, mask=w < used, other=0)
+    tl.store(ids_ptr + b * width + w, token, mask=w < width)
+    tl.store(row_slots_ptr + b, tl.load(model_slots_ptr + b).to(tl.int32))
+    tl.store(positions_ptr + b, tl.where(wanted > 0, read, 0))
+    tl.store(widths_ptr + b, used)
+    tl.store(last_ptr + b, (b * width + tl.maximum(used - 1, 0)).to(tl.int64))
+    for depth in range(0, wanted):
+        tl.store(depths_ptr + depth * stride, 1)
+    if wanted > 0:
+        tl.store(read_ptr + slot, length)
+
+
+@triton.jit(do_not_specialize=["vocab", "width", "depth"])
+def take_kernel(
+    slots_ptr, model_slots_ptr, lengths_ptr, wanted_ptr, drawn_ptr, errors_ptr, draft_ids_ptr,
+    drafts_ptr, drafted_ptr, sources_ptr, failed_ptr, ids_ptr, row_slots_ptr, positions_ptr,
+    widths_ptr, seen_ptr, vocab, width, depth,
+):  # fmt: skip
+    b = tl.program_id(0)
+    wanted = tl.load(wanted_ptr + b)
+    asked = (depth < wanted) & (tl.load(failed_ptr + b) == 0)
+    broken = asked & (tl.load(errors_ptr + b) != 0)
+    taken = asked & (broken == 0)
+    token = tl.load(drawn_ptr + b, mask=taken, other=0)
+    if draft_ids_ptr is not None:
+        token = tl.load(draft_ids_ptr + token, mask=taken, other=0)
+    token = token.to(tl.int32)
+    tl.store(drafts_ptr + b * width + depth, token, mask=taken)
+    tl.store(drafted_ptr + b, depth + 1, mask=taken)
+    tl.store(sources_ptr + b, FROM_MODEL, mask=taken)
+    tl.store(failed_ptr + b, 1, mask=broken)
+    if seen_ptr is not None:
+        tl.store(seen_ptr + b.to(tl.int64) * vocab + token, 1, mask=taken)
+    more = taken & (depth + 1 < wanted)
+    length = tl.load(lengths_ptr + tl.load(slots_ptr + b))
+    tl.store(ids_ptr + b, token)
+    tl.store(row_slots_ptr + b, tl.load(model_slots_ptr + b).to(tl.int32))
+    tl.store(positions_ptr + b, tl.where(more, length + depth, 0))
+    tl.store(widths_ptr + b, more.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["capacity", "num_drafts"])
+def present_kernel(
+    slots_ptr, there_ptr, lengths_ptr, done_ptr, tokens_ptr, capacity, drafts_ptr, drafted_ptr,
+    ids_ptr, row_slots_ptr, positions_ptr, widths_ptr, num_drafts, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    slot = tl.load(slots_ptr + b)
+    active = (tl.load(there_ptr + b) != 0) & (tl.load(done_ptr + slot) == 0)
+    drafted = tl.load(drafted_ptr + b)
+    last = tl.maximum(tl.load(lengths_ptr + slot) - 1, 0)
+    w = tl.arange(0, BLOCK)
+    draft = tl.load(drafts_ptr + b * num_drafts + w - 1, mask=(w > 0) & (w <= drafted), other=0)
+    token = tl.where(w == 0, tl.load(tokens_ptr + slot * capacity + last), draft)
+    token = tl.where(active, token, 0)
+    tl.store(ids_ptr + b * (num_drafts + 1) + w, token, mask=w <= num_drafts)
+    tl.store(row_slots_ptr + b, slot.to(tl.int32))
+    tl.store(positions_ptr + b, tl.where(active, last, 0))
+    tl.store(widths_ptr + b, tl.where(active, drafted + 1, 0))
+
+
+@triton.jit(do_not_specialize=["capacity", "vocab", "num_eos", "num_slots", "width"])
+def advance_kernel(
+    slots_ptr, there_ptr, lengths_ptr, left_ptr, done_ptr, times_ptr, tokens_ptr, capacity,
+    counts_ptr, vocab, drafted_ptr, sources_ptr, limits_ptr, failed_ptr, kept_ptr, accepted_ptr,
+    errors_ptr, eos_ptr, num_eos, read_ptr, records_ptr, num_slots, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    slot = tl.load(slots_ptr + b)
+    active = (tl.load(there_ptr + b) != 0) & (tl.load(done_ptr + slot) == 0)
+    broken = active & (tl.load(errors_ptr + b) != 0)
+    length, left = tl.load(lengths_ptr + slot), tl.load(left_ptr + slot)
+    drafted, source = tl.load(drafted_ptr + b), tl.load(sources_ptr + b)
+    accepted = tl.load(accepted_ptr + b).to(tl.int32)
+    i = tl.arange(0, BLOCK)
+    emitted = tl.minimum(accepted + 1, left)
+    token = tl.load(kept_ptr + b * width + i, mask=(i < width) & (i < emitted), other=-1)
+    is_eos = (i < 0) & (token == token)
+    for number in range(0, num_eos):
+        is_eos = is_eos | (token == tl.load(eos_ptr + number))
+    end = tl.min(tl.where(is_eos & (i < emitted), i, BLOCK), axis=0)  # of the first EOS
+    emitted = tl.minimum(emitted, end + 1)
+    emitted = tl.where(active & (broken == 0), emitted, 0)
+    if active:
+        new = i < emitted
+        tl.store(tokens_ptr + slot * capacity + length + i, token.to(tl.int32), mask=new)
+        tl.store(lengths_ptr + slot, length + emitted)
+        tl.store(left_ptr + slot, left - emitted)
+        ended = (end < emitted) | (emitted >= left) | broken
+        tl.store(done_ptr + slot, ended.to(tl.int32))
+        if counts_ptr is not None:
+            tl.atomic_add(counts_ptr + slot * vocab + token, 1, mask=new)
+        if read_ptr is not None:
+            if source == FROM_MODEL:
+                tl.store(read_ptr + slot, length + tl.minimum(drafted - 1, accepted))
+    at = records_ptr + b * (FIELDS + width)
+    tl.store(at + 0, tl.load(limits_ptr + b).to(tl.int64))
+    tl.store(at + 1, drafted.to(tl.int64))
+    tl.store(at + 2, accepted.to(tl.int64))
+    tl.store(at + 3, emitted.to(tl.int64))
+    tl.store(at + 4, source.to(tl.int64))
+    tl.store(at + 5, broken.to(tl.int64))
+    tl.store(at + 6, tl.load(failed_ptr + b).to(tl.int64))
+    tl.store(at + 7, length.to(tl.int64))
+    tl.store(at + 8, tl.load(times_ptr + slot))
+    tl.store(at + 9, tl.load(times_ptr + num_slots + slot))
+    tl.store(at + FIELDS + i, tl.where(i < emitted, token, -1), mask=i < width)
+
+
+@triton.jit(do_not_specialize=["place"])
+def stamp_kernel(times_ptr, place):
+    tl.store(times_ptr + place, tl.extra.cuda.globaltimer())
