@@ -21,7 +21,7 @@ OUTPUTS = ("token_ids", "num_accepted", "target_logprobs", "draft_logprobs")
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine tiles of a thousand tokens, two splits."""
+    """Eight tiles of a thousand tokens, two splits."""
     monkeypatch.setattr(module, "TILE", 128)
     monkeypatch.setattr(module, "BLOCK", 512)
 
@@ -46,15 +46,15 @@ def test_nearly_equal_laws(noise: float) -> None:
     case = make_case(1, 4, 1, 1000, closeness=1.0, device=DEVICE)
     wobble = torch.randn(case.draft_logits.shape, generator=torch.Generator().manual_seed(2))
     case.draft_logits.copy_(case.draft_logits * (1 + noise * wobble.to(DEVICE)) + 3.0)
-    for step in range(5):
-        case.options["uniforms"][:, -1] = 0.1 + 0.2 * step
+    for uniform in (0.3, 0.8):
+        case.options["uniforms"][:, -1] = uniform
         assert_same_verification(case, rejecting(case).run(verify))
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_most_of_the_mass_is_equal() -> None:
     """One token holds nearly all of both laws: on which side it falls must not blur the others."""
-    for seed in range(6):
+    for seed in range(3):
         case = make_case(seed, 4, 1, 1000, closeness=1.0, device=DEVICE)
         case.target_logits[:, 0, 500] = case.draft_logits[:, 0, 500] = 18.0
         case.draft_logits[:, 0, :400] += 0.3
@@ -78,7 +78,7 @@ def test_shares_of_the_work_do_not_show(
 ) -> None:
     case = with_rules(make_case(4, 3, 2, 1000, dtype=torch.bfloat16, device=DEVICE), *rules)
     together = case.run(verify)
-    for programs in (1, 7, 10_000):
+    for programs in (1, 7):
         monkeypatch.setattr(module, "PROGRAMS", programs)
         assert_equal(together, case.run(verify))
 
@@ -86,7 +86,7 @@ def test_shares_of_the_work_do_not_show(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_permuted_batch_gives_the_permuted_result(dtype: torch.dtype) -> None:
     rules = ("top_k", "top_p", "min_p", "repetition_penalty")
-    case = with_rules(make_case(5, 6, 3, 1500, dtype=dtype, device=DEVICE), *rules)
+    case = with_rules(make_case(5, 6, 3, 700, dtype=dtype, device=DEVICE), *rules)
     case = case.with_options(
         temperature=torch.tensor([0.8, 0.0, 1.3, 0.2, 1.0, 5.0], dtype=torch.float64),
         draft_is_one_hot=torch.tensor([False, True, True, False, False, False]),
