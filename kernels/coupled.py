@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.accept import stats_kernel
 from kernels.inputs import Inputs
 from kernels.race import TO_UNIT, Key
-from kernels.rows import Call, draft_length, order_key, row_logits, row_position
+from kernels.rows import Call, draft_length, row_logits, row_position
+from kernels.stats import row_statistics
 from kernels.truncate import truncate
 from kernels.types import Verification
 from kernels.verify import check_for_kernel, launch_arguments, raise_for, truncation_rules
@@ -86,10 +86,7 @@ def enqueue(inputs: Inputs, words: Tensor) -> tuple[Verification, Tensor]:
     threshold = None
     rules = truncation_rules(inputs)
     if rules.any() and not call.greedy:
-        maxima = torch.empty(batch, rows, splits, device=device)
-        best, sums = torch.empty_like(maxima, dtype=torch.int32), torch.empty_like(maxima)
-        stats_kernel[call.grid](*call.row_args, maxima, best, sums, *call.sizes, **call.blocks)
-        threshold = truncate(call, maxima, sums, rules)
+        threshold = truncate(call, row_statistics(call, device, rules), rules).thresholds
     # Score, logit, largest logit and its sum of weights; -inf and 0 where nothing is kept.
     found = torch.empty(4, batch, rows, splits, dtype=torch.float64, device=device)
     ids = torch.empty(batch, rows, splits, dtype=torch.int32, device=device)
@@ -160,8 +157,8 @@ def race_kernel(
         kept = x > -float("inf")
         temperature = tl.load(temperature_ptr + b).to(tl.float64)
         if threshold_ptr is not None:
-            lowest = tl.where(temperature == 0, 0, tl.load(threshold_ptr + cell))
-            kept = kept & (order_key(x) >= lowest)
+            lowest = tl.load(threshold_ptr + cell)  # a greedy row has none
+            kept = kept & (x >= tl.where(temperature == 0, -float("inf"), lowest))
         z = tl.where(kept, x, 0.0).to(tl.float64)
         score = z
         if temperature != 0:

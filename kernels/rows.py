@@ -11,6 +11,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,26 @@ class Call:
     sizes: tuple[int, int, int]  # V, K, S
     grid: tuple[int, int, int]  # S, rows of a sequence, B
     greedy: bool  # the host knows every row to be greedy
-    passes: int  # digits of four bits that tell two logits apart
-    blocks: dict[str, int]  # compile-time sizes and the number of warps
+    blocks: dict[str, Any]  # compile-time sizes and launch options of launch 1
 
     @property
     def rows(self) -> int:
         return self.grid[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Truncation rules of one call, on the device; None where the host knows that no row asks."""
+
+    top_k: Tensor | None  # [B]
+    top_p: Tensor | None  # [B]
+    min_p: Tensor | None  # [B]
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.top_k, self.top_p, self.min_p
+
+    def any(self) -> bool:
+        return any(rule is not None for rule in self.tensors())
 
 
 @triton.jit
@@ -81,66 +96,67 @@ def split_logits(
 
 
 @triton.jit
+def position_logits(
+    base_ptr, base_b, base_k, base_v, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr,
+    b, position, offsets, V, K,
+):  # fmt: skip
+    """Penalised logits of one model's row at a position."""
+    wide, at = b.to(tl.int64), position.to(tl.int64)
+    if counts_ptr is not None:
+        counts_ptr += wide * counts_b
+    return split_logits(
+        base_ptr + wide * base_b + at * base_k, base_v, offsets, V,
+        counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position,
+    )  # fmt: skip
+
+
+@triton.jit
 def row_logits(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets, V, K,
 ):  # fmt: skip
     """Penalised logits of a numbered row, the target's or the drafter's."""
-    wide, at = b.to(tl.int64), position.to(tl.int64)
-    if counts_ptr is not None:
-        counts_ptr += wide * counts_b
     if draft_ptr is None or row <= K:
-        x = split_logits(
-            target_ptr + wide * target_b + at * target_k, target_v, offsets, V,
-            counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position,
+        x = position_logits(
+            target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K,
         )  # fmt: skip
     else:
-        x = split_logits(
-            draft_ptr + wide * draft_b + at * draft_k, draft_v, offsets, V,
-            counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position,
+        x = position_logits(
+            draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K,
         )  # fmt: skip
     return x
 
 
 @triton.jit
-def logits_at_drafts(
-    base_ptr, stride_k, stride_v, ids, drafted, counts_ptr, counts_v, ids_ptr, penalty_ptr,
-    b, K, POSITIONS: tl.constexpr,
+def logit_at(
+    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, token, V, K,
 ):  # fmt: skip
-    """Penalised logit of each position's own draft [POSITIONS]; -inf where nothing was drafted."""
-    i = tl.arange(0, POSITIONS).to(tl.int64)
-    at = ids.to(tl.int64)
-    x = tl.load(base_ptr + i * stride_k + at * stride_v, mask=drafted, other=-float("inf"))
-    x = x.to(tl.float32)
-    if penalty_ptr is not None:
-        penalty = tl.load(penalty_ptr + b).to(tl.float32)
-        seen = drafted & (i < 0)
-        if counts_ptr is not None:
-            seen = tl.load(counts_ptr + at * counts_v, mask=drafted, other=0) > 0
-        for j in range(0, K):
-            seen = seen | ((j < i) & (ids == tl.load(ids_ptr + b * K + j)))
-        x = tl.where(penalty != 1.0, penalise(x, seen & drafted, penalty), x)
-    return x
+    """Penalised logit of one token; -inf where there is no such token."""
+    offsets = tl.where((token >= 0) & (token < V), token.to(tl.int64), V)
+    return tl.max(
+        row_logits(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
+            offsets + tl.zeros((1,), tl.int64), V, K,
+        ),
+        axis=0,
+    )  # fmt: skip
 
 
 @triton.jit
 def order_key(x):
-    """int64 in [0, 2^32) with the order of the float32 values, both zeros alike."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True).to(tl.int64)
-    return tl.where(bits < 0, -1 - bits, bits + 2147483648)
+    """int32 of the order of the float32 values, both zeros alike; NaN is anywhere."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def key_value(key):
-    """The float32 whose order_key this is."""
-    bits = tl.where(key >= 2147483648, key - 2147483648, -1 - key)
-    return bits.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def weight(x, peak, temperature):
-    """exp((x - peak) / T) in float64, 0 for a logit of -inf."""
-    return tl.exp((x.to(tl.float64) - peak.to(tl.float64)) / temperature)
+    """The float32 whose order_key this int32 is."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit

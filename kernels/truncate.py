@@ -1,22 +1,23 @@
 # mypy: disallow-untyped-defs=False
-# ruff: noqa: SIM102 (what the compiler decides stays apart from what the device decides)
-"""Exact thresholds of top-k, top-p and min-p, split over the vocabulary.
 
-Each rule keeps the logits z at or above one value t of its row. Float32 values are mapped to
-integers of the same order (order_key), and t is found digit by digit, four bits at a time. With
-W(t) = sum of w(v) over {v: key(z_v) >= t},
+"""Exact thresholds of top-k, top-p and min-p: two launches, the second of which rarely has work.
 
-    top-k   t = max{t: W(t) >= k}               w(v) = 1
-    top-p   t = max{t: W(t) >= top_p * W(0)}    w(v) = exp((z_v - max z) / T) where top-k kept v
-    min-p   t = min{t: exp((t - max z) / T) >= min_p}, by bisection on the key, no logit read
+Each rule keeps the logits z at or above one value t of its row. With w(v) = exp((z_v - max z) / T),
 
-One pass: every (row, split) sums w into the 16 values of the next digit, among the keys that begin
-with the digits found so far; the next pass begins by adding up the splits in order and choosing the
-digit. No atomics, so that the same logits give the same threshold in any batch. A logit of 16 bits
-has a key whose low 16 bits say nothing (float16: 12): bfloat16 needs 4 passes, float16 5, float32
-or a penalty 8. Launches: passes + 1 for top-k, passes + 1 for top-p, 1 for min-p and 1 for the
-kept mass.
-Rows that ask for no rule leave each kernel at once.
+    top-k   t = the largest value with at least k logits at or above it
+    top-p   t = the largest value such that w at or above it reaches top_p of what top-k kept
+    min-p   t = the least value with w >= min_p
+
+and a row's threshold is the largest of the three, so that ties are kept and -inf never is.
+
+  cut      one program a row. Launch 1 left the maximum of every GROUP tokens; all logits at or
+           above the GROUPS_READ-th largest of these lie in as many groups. Those are read again,
+           what is at or above that edge is packed (CANDIDATES at most), and the rules are decided
+           among the few by comparing all with all. top-k up to GROUPS_READ is always decided here.
+  search   one program a row, which leaves at once where cut decided. Else (a flat law, a long
+           top-k, many ties) it looks for t by bisection, and walks the row for each step.
+
+Nothing is added by atomics: the same logits give the same threshold in any batch.
 """
 
 from dataclasses import dataclass
@@ -26,211 +27,335 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rows import Call, key_value, order_key, row_logits, row_peak, row_position, weight
+from kernels.launching import launch
+from kernels.overlap import follow, options
+from kernels.rows import Call, Rules, key_value, order_key, row_logits, row_peak, row_position
+from kernels.stats import GROUP, Statistics
+from kernels.weights import LOWEST, lowest_of, powers_of, weights
 
-BINS = 16
-# Passes of four bits that tell two logits of a type apart.
-PASSES = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}
+GROUPS_READ = 128
+CANDIDATES = 512
+CUT_WARPS = 8
+STRIDE, SEARCH_WARPS = 4096, 16  # tokens of a row that search looks at together
+CHUNK = tl.constexpr(32)  # candidates that all are compared with at a time
+UNDECIDED = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """Truncation rules of one call, on the device; None where the host knows that no row asks."""
+class Cut:
+    """What each row keeps: its logits at or above a threshold."""
 
-    top_k: Tensor | None  # [B]
-    top_p: Tensor | None  # [B]
-    min_p: Tensor | None  # [B]
-
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.top_k, self.top_p, self.min_p
-
-    def any(self) -> bool:
-        return any(rule is not None for rule in self.tensors())
+    thresholds: Tensor  # [B, rows] float32; -inf: all
+    masses: Tensor  # [B, rows] float64, of what is kept, its largest weight being 1; -1: not known
 
 
 @triton.jit
-def asks(top_k_ptr, top_p_ptr, temperature_ptr, b, V, COUNT: tl.constexpr):
-    """True where row b wants top-k (COUNT) or top-p."""
-    wanted = tl.load(temperature_ptr + b) != 0
-    if COUNT:
-        top_k = tl.load(top_k_ptr + b)
-        wanted = wanted & (top_k > 0) & (top_k < V)
-    else:
-        wanted = wanted & (tl.load(top_p_ptr + b) < 1)
-    return wanted
+def rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V):
+    """top-k (0: off), top-p (1: off) and min-p (0: off) of row b."""
+    top_k = tl.full((), 0, tl.int64)
+    top_p = tl.full((), 1.0, tl.float64)
+    min_p = tl.full((), 0.0, tl.float64)
+    if top_k_ptr is not None:
+        top_k = tl.load(top_k_ptr + b).to(tl.int64)
+        top_k = tl.where((top_k > 0) & (top_k < V), top_k, 0)
+    if top_p_ptr is not None:
+        top_p = tl.load(top_p_ptr + b).to(tl.float64)
+    if min_p_ptr is not None:
+        min_p = tl.load(min_p_ptr + b).to(tl.float64)
+    return top_k, top_p, min_p
 
 
 @triton.jit
-def choose_digit(
-    sums_ptr, prefix_ptr, missing_ptr, top_k_ptr, top_p_ptr, b, cell, step, cells, S,
-    COUNT: tl.constexpr, SPLITS: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
-    """Digits found before pass `step`, and the mass still missing at and below them."""
-    prefix = tl.zeros((), tl.int64)
-    if COUNT:
-        missing = tl.load(top_k_ptr + b).to(tl.float64)
-    else:
-        missing = tl.load(top_p_ptr + b).to(tl.float64)
-    if step > 0:
-        bins, s = tl.arange(0, BINS), tl.arange(0, SPLITS)
-        at = ((step - 1) % 2 * cells + cell).to(tl.int64) * S
-        where = (at + s)[:, None] * BINS + bins[None, :]
-        mass = tl.sum(tl.load(sums_ptr + where, mask=(s < S)[:, None], other=0.0), axis=0)
-        if step > 1:
-            prefix = tl.load(prefix_ptr + (step - 1) * cells + cell)
-            missing = tl.load(missing_ptr + (step - 1) * cells + cell)
-        elif not COUNT:
-            missing = missing * tl.sum(mass, axis=0)
-        above = tl.sum(mass, axis=0) - tl.cumsum(mass, axis=0)
-        reached = (mass > 0) & (above + mass >= missing)
-        # Rounding may leave the mass short of itself: then the lowest digit that occurs.
-        lowest = tl.min(tl.where(mass > 0, bins, BINS), axis=0)
-        digit = tl.maximum(tl.max(tl.where(reached, bins, -1), axis=0), lowest)
-        missing -= tl.sum(tl.where(bins > digit, mass, 0.0), axis=0)
-        prefix = prefix * BINS + digit
-    return prefix, missing
+def exact_weights(x, peak, temperature):
+    """exp((x - peak) / T) as the specification has it, for the few that a rule compares."""
+    return tl.exp((x.to(tl.float64) - peak.to(tl.float64)) / temperature)
 
 
-@triton.jit(do_not_specialize=["step"])
-def digit_kernel(
+@triton.jit
+def row_total(max_ptr, sum_ptr, cell, S, scale, SPLITS: tl.constexpr):
+    """Largest logit of a row and its sum of weights."""
+    s = tl.arange(0, SPLITS)
+    at = cell * S + s
+    maxima = tl.load(max_ptr + at, mask=s < S, other=-float("inf"))
+    sums = tl.load(sum_ptr + at, mask=s < S, other=0.0)
+    peak = tl.max(maxima, axis=0)
+    factor = weights(maxima, tl.minimum(tl.maximum(peak, LOWEST), -LOWEST), LOWEST, scale, 0.0)
+    return peak, tl.sum(tl.where(sums > 0, sums * factor, 0.0), axis=0)
+
+
+@triton.jit
+def group_edge(keys, highest, CAP: tl.constexpr):
+    """A key that at most CAP of `keys` reach, as low as need be: nearly CAP do, if ties allow."""
+    low = tl.full((), -2139095040, tl.int64)  # the key of the least float32 above -inf
+    high = highest.to(tl.int64) + 1
+    reached = tl.full((), 0, tl.int32)
+    everything = tl.sum((keys >= low.to(tl.int32)).to(tl.int32), axis=0)
+    if everything <= CAP:
+        high = low
+        reached = everything
+    while (high - low > 1) & (reached < CAP - CAP // 8):
+        middle = (low + high) // 2
+        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), axis=0)
+        if count <= CAP:
+            high = middle
+            reached = count
+        else:
+            low = middle
+    return high.to(tl.int32), everything <= CAP
+
+
+@triton.jit
+def cut_kernel(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr,
-    penalty_ptr, top_k_ptr, top_p_ptr, max_ptr, sums_ptr, prefix_ptr, missing_ptr, threshold_ptr,
-    step, V, K, S,
-    COUNT: tl.constexpr, POSITIONS: tl.constexpr, SPLITS: tl.constexpr, BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    penalty_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, sum_ptr, groups_ptr, list_ptr,
+    packed_ptr, weight_ptr, threshold_ptr, kept_ptr, V, K, S, G,
+    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    CAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Masses [BINS] of the next digit for one (split, row): pass `step` of a radix select."""
-    split, row, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
-    wanted = asks(top_k_ptr, top_p_ptr, temperature_ptr, b, V, COUNT)
-    if (position >= 0) & wanted:
-        rows = tl.num_programs(1)
-        cell, cells = b * rows + row, tl.num_programs(2) * rows
-        prefix, missing = choose_digit(
-            sums_ptr, prefix_ptr, missing_ptr, top_k_ptr, top_p_ptr, b, cell, step, cells, S,
-            COUNT, SPLITS, BINS,
-        )  # fmt: skip
-        if split == 0:
-            tl.store(prefix_ptr + step * cells + cell, prefix)
-            tl.store(missing_ptr + step * cells + cell, missing)
-        offsets = split * BLOCK + tl.arange(0, BLOCK)
-        x = row_logits(
-            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets, V, K,
-        )  # fmt: skip
-        key = order_key(x)
-        shift = (28 - 4 * step).to(tl.int64)
-        matches = (offsets < V) & ((key >> (shift + 4)) == prefix)
-        bins = tl.arange(0, BINS)
-        mass = tl.zeros((BINS,), tl.float64)
-        if tl.max(matches.to(tl.int32), axis=0) > 0:
-            if COUNT:
-                w = tl.where(matches, 1.0, 0.0).to(tl.float64)
-            else:
-                kept = matches & (key >= tl.load(threshold_ptr + cell))
-                temperature = tl.load(temperature_ptr + b).to(tl.float64)
-                peak = row_peak(max_ptr, cell, S, SPLITS)
-                w = tl.where(kept, weight(x, peak, temperature), 0.0)
-            digit = (key >> shift) & (BINS - 1)
-            for d in range(0, BINS):
-                in_bin = tl.sum(tl.where(digit == d, w, 0.0), axis=0)
-                mass = tl.where(bins == d, in_bin, mass)
-        slot = (step % 2 * cells + cell).to(tl.int64) * S + split
-        tl.store(sums_ptr + slot * BINS + bins, mass)
-
-
-@triton.jit(do_not_specialize=["passes"])
-def threshold_kernel(
-    ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    max_ptr, sums_ptr, prefix_ptr, missing_ptr, threshold_ptr, passes, V, K, S,
-    COUNT: tl.constexpr, SELECT: tl.constexpr, POSITIONS: tl.constexpr, SPLITS: tl.constexpr,
-    BINS: tl.constexpr,
-):  # fmt: skip
-    """Key below which one row keeps nothing: what the passes found, and min-p where it is given."""
+    """Threshold and kept mass of one row, from the groups of tokens that hold its largest."""
+    if OVERLAP > 0:
+        follow()
     row, b = tl.program_id(0), tl.program_id(1)
     position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
     temperature = tl.load(temperature_ptr + b).to(tl.float64)
     if (position >= 0) & (temperature != 0):
-        rows = tl.num_programs(0)
-        cell, cells = b * rows + row, tl.num_programs(1) * rows
-        threshold = tl.load(threshold_ptr + cell)
-        if SELECT:
-            if asks(top_k_ptr, top_p_ptr, temperature_ptr, b, V, COUNT):
-                prefix, _ = choose_digit(
-                    sums_ptr, prefix_ptr, missing_ptr, top_k_ptr, top_p_ptr, b, cell, passes, cells,
-                    S, COUNT, SPLITS, BINS,
-                )  # fmt: skip
-                found = prefix << (32 - 4 * passes).to(tl.int64)
-                threshold = tl.maximum(threshold, found)
-        if min_p_ptr is not None:
-            min_p = tl.load(min_p_ptr + b).to(tl.float64)
+        cell = (b * tl.num_programs(0) + row).to(tl.int64)
+        top_k, top_p, min_p = rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V)
+        threshold = tl.full((), -float("inf"), tl.float32)
+        kept_mass = tl.full((), -1.0, tl.float64)
+        if (top_k > 0) | (top_p < 1) | (min_p > 0):
+            peak, total = row_total(max_ptr, sum_ptr, cell, S, powers_of(temperature), SPLITS)
+            g = tl.arange(0, GROUPS)
+            tops = tl.load(groups_ptr + cell * G + g, mask=g < G, other=-float("inf"))
+            keys = order_key(tops)
+            edge, whole = group_edge(keys, order_key(peak), CAP)
+            read = keys >= edge
+            slot = tl.cumsum(read.to(tl.int32), axis=0) - 1
+            tl.store(list_ptr + cell * CAP + slot, g, mask=read)
+            num_read = tl.sum(read.to(tl.int32), axis=0)
+            tl.debug_barrier()
+            c = tl.arange(0, CAP * GROUP)
+            there = c // GROUP < num_read
+            group = tl.load(list_ptr + cell * CAP + c // GROUP, mask=there, other=0)
+            x = row_logits(
+                target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+                counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
+                tl.where(there, group * GROUP + c % GROUP, V), V, K,
+            )  # fmt: skip
+            found = (order_key(x) >= edge) & (x > -float("inf"))
+            slot = tl.cumsum(found.to(tl.int32), axis=0) - 1
+            count = tl.sum(found.to(tl.int32), axis=0)
+            tl.store(packed_ptr + cell * PACKED + slot, x, mask=found & (slot < PACKED))
+            tl.debug_barrier()
+            d = tl.arange(0, PACKED)
+            alive = d < count
+            z = tl.load(packed_ptr + cell * PACKED + d, mask=alive, other=-float("inf"))
+            kept = alive
+            decided = (count > 0) & (count <= PACKED)
+            sure = whole  # nothing below the edge could be kept
+            last = tl.minimum(count, PACKED)
+            if top_k > 0:
+                above = tl.zeros((PACKED,), tl.int32)
+                for start in range(0, last, CHUNK):
+                    j = start + tl.arange(0, CHUNK)
+                    other = tl.load(
+                        packed_ptr + cell * PACKED + j, mask=j < last, other=-float("inf")
+                    )
+                    above += tl.sum((other[:, None] >= z[None, :]).to(tl.int32), axis=0)
+                enough = alive & (above >= top_k)
+                least = tl.max(tl.where(enough, z, -float("inf")), axis=0)
+                kept = kept & (z >= least)
+                decided = decided & ((count >= top_k) | whole)
+                sure = sure | (count >= top_k)
+            w = tl.where(kept, exact_weights(tl.where(kept, z, peak), peak, temperature), 0.0)
+            if top_p < 1:
+                tl.store(weight_ptr + cell * PACKED + d, w)
+                tl.debug_barrier()
+                mass = tl.zeros((PACKED,), tl.float64)
+                for start in range(0, last, CHUNK):
+                    j = start + tl.arange(0, CHUNK)
+                    other = tl.load(
+                        packed_ptr + cell * PACKED + j, mask=j < last, other=-float("inf")
+                    )
+                    theirs = tl.load(weight_ptr + cell * PACKED + j, mask=j < last, other=0.0)
+                    mass += tl.sum(
+                        tl.where(other[:, None] >= z[None, :], theirs[:, None], 0.0), axis=0
+                    )
+                whole_mass = tl.where(sure, tl.max(tl.where(kept, mass, 0.0), axis=0), total)
+                enough = kept & (mass >= top_p * whole_mass)
+                least = tl.max(tl.where(enough, z, -float("inf")), axis=0)
+                decided = decided & (sure | (least > -float("inf")))
+                sure = sure | (least > -float("inf"))
+                kept = kept & (z >= least)
             if min_p > 0:
-                peak = row_peak(max_ptr, cell, S, SPLITS)
-                low = tl.full((), 8388607, tl.int64)  # the key of -inf, never kept
-                high = order_key(peak)  # always kept
-                for _ in range(0, 32):
-                    middle = (low + high) // 2
-                    kept = weight(key_value(middle), peak, temperature) >= min_p
-                    high = tl.where(kept, middle, high)
-                    low = tl.where(kept, low, middle)
-                threshold = tl.maximum(threshold, high)
+                heavy = kept & (w >= min_p)
+                # What is kept ends above the edge, or everything at the edge is kept so far.
+                fewer = tl.max((kept & ~heavy).to(tl.int32), axis=0) > 0
+                decided = decided & (sure | fewer)
+                kept = heavy
+            threshold = tl.min(tl.where(kept, z, float("inf")), axis=0)
+            kept_mass = tl.sum(tl.where(kept, w, 0.0), axis=0)
+            kept_mass = tl.where(decided, kept_mass, float("nan"))
         tl.store(threshold_ptr + cell, threshold)
+        tl.store(kept_ptr + cell, kept_mass)
 
 
 @triton.jit
-def kept_kernel(
+def count_from(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr,
-    penalty_ptr, max_ptr, sum_ptr, threshold_ptr, V, K, S,
-    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, key, V, K,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Replace a split's sum of exp((z - its max) / T) by that of what the threshold keeps."""
-    split, row, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
-    cell = b * tl.num_programs(1) + row
-    threshold = tl.load(threshold_ptr + cell)
-    if (position >= 0) & (threshold > 0):
-        offsets = split * BLOCK + tl.arange(0, BLOCK)
+    """Logits of a row at or above a key; the least key of them, the largest key below."""
+    count = tl.zeros((STRIDE,), tl.int32)
+    least = tl.full((STRIDE,), 2147483647, tl.int32)
+    below = tl.full((STRIDE,), -2147483647, tl.int32)
+    for start in range(0, V, STRIDE):
         x = row_logits(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets, V, K,
+            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
+            start + tl.arange(0, STRIDE), V, K,
         )  # fmt: skip
-        at = cell.to(tl.int64) * S + split
-        peak = tl.load(max_ptr + at)
-        temperature = tl.load(temperature_ptr + b).to(tl.float64)
-        kept = (order_key(x) >= threshold) & (x > -float("inf"))
-        w = tl.where(kept, weight(tl.where(kept, x, peak), peak, temperature), 0.0)
-        tl.store(sum_ptr + at, tl.sum(w, axis=0).to(tl.float32))
+        keys = order_key(x)
+        reached = keys >= key
+        count += reached.to(tl.int32)
+        least = tl.where(reached, tl.minimum(least, keys), least)
+        below = tl.where(reached, below, tl.maximum(below, keys))
+    return tl.sum(count, axis=0), tl.min(least, axis=0), tl.max(below, axis=0)
 
 
-def truncate(call: Call, maxima: Tensor, sums: Tensor, rules: Rules) -> Tensor:
-    """Keys [B, rows] below which a row keeps nothing; `sums` become those of what is kept."""
-    splits, rows, batch = call.grid
-    device = maxima.device
-    threshold = torch.zeros(batch, rows, dtype=torch.int64, device=device)
-    bins = torch.empty(2, batch * rows, splits, BINS, dtype=torch.float64, device=device)
-    prefix = torch.empty(call.passes, batch * rows, dtype=torch.int64, device=device)
-    missing = torch.empty_like(prefix, dtype=torch.float64)
-    state = (maxima, bins, prefix, missing, threshold)
-    sizes = {name: call.blocks[name] for name in ("POSITIONS", "SPLITS")}
-
-    def finish(min_p: Tensor | None, *, count: bool, select: bool) -> None:
-        threshold_kernel[(rows, batch)](
-            *call.row_args[11:15], rules.top_k, rules.top_p, min_p, *state, call.passes,
-            *call.sizes, COUNT=count, SELECT=select, BINS=BINS, **sizes,
+@triton.jit
+def mass_from(
+    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, key, V, K,
+    peak, temperature, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Weight of a row at or above a key; the least key of that, the largest key below."""
+    mass = tl.zeros((STRIDE,), tl.float64)
+    least = tl.full((STRIDE,), 2147483647, tl.int32)
+    below = tl.full((STRIDE,), -2147483647, tl.int32)
+    lowest = lowest_of(peak, temperature, -float("inf"))
+    for start in range(0, V, STRIDE):
+        x = row_logits(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
+            start + tl.arange(0, STRIDE), V, K,
         )  # fmt: skip
+        keys = order_key(x)
+        reached = keys >= key
+        w = weights(x, peak, lowest, powers_of(temperature), 0.0)
+        mass += tl.where(reached, w, 0.0)
+        least = tl.where(reached, tl.minimum(least, keys), least)
+        below = tl.where(reached, below, tl.maximum(below, keys))
+    return tl.sum(mass, axis=0), tl.min(least, axis=0), tl.max(below, axis=0)
 
-    for count, rule in ((True, rules.top_k), (False, rules.top_p)):
-        if rule is None:
-            continue
-        for step in range(call.passes):
-            digit_kernel[call.grid](
-                *call.row_args, rules.top_k, rules.top_p, *state, step, *call.sizes,
-                COUNT=count, BINS=BINS, **call.blocks,
+
+@triton.jit
+def search_kernel(
+    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+    counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr,
+    penalty_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, threshold_ptr, kept_ptr, V, K, S,
+    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, STRIDE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Threshold and kept mass of one row that cut left undecided.
+
+    `low` is always a key that enough of the row reaches, `high` one that too little does; both
+    follow the logits that there are.
+    """
+    if OVERLAP > 0:
+        follow()
+    row, b = tl.program_id(0), tl.program_id(1)
+    position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
+    temperature = tl.load(temperature_ptr + b).to(tl.float64)
+    if (position >= 0) & (temperature != 0):
+        cell = (b * tl.num_programs(0) + row).to(tl.int64)
+        kept = tl.load(kept_ptr + cell)
+        peak = row_peak(max_ptr, cell, S, SPLITS)
+        if (kept != kept) & (tl.abs(peak) < float("inf")):
+            top_k, top_p, min_p = rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V)
+            bottom = tl.full((), -2139095040, tl.int64)
+            low = bottom
+            top = order_key(peak).to(tl.int64) + 1
+            high = top
+            if top_k > 0:
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    count, least, below = count_from(
+                        target_ptr, target_b, target_k, target_v,
+                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                        ids_ptr, penalty_ptr, b, row, position, middle.to(tl.int32), V, K, STRIDE,
+                    )  # fmt: skip
+                    if count >= top_k:
+                        low = least.to(tl.int64)
+                    else:
+                        high = tl.maximum(below.to(tl.int64), low) + 1
+            if top_p < 1:
+                bottom = low
+                total, least, below = mass_from(
+                    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
+                    bottom.to(tl.int32), V, K, peak, temperature, STRIDE,
+                )  # fmt: skip
+                low = least.to(tl.int64)
+                high = top
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    mass, least, below = mass_from(
+                        target_ptr, target_b, target_k, target_v,
+                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                        ids_ptr, penalty_ptr, b, row, position, middle.to(tl.int32), V, K,
+                        peak, temperature, STRIDE,
+                    )  # fmt: skip
+                    if mass >= top_p * total:
+                        low = least.to(tl.int64)
+                    else:
+                        high = tl.maximum(below.to(tl.int64), low) + 1
+            if min_p > 0:
+                bottom = low - 1
+                high = top - 1
+                # No logit is read: weights of keys themselves. `high` is always heavy enough.
+                while high - bottom > 1:
+                    middle = (bottom + high) // 2
+                    if exact_weights(key_value(middle.to(tl.int32)), peak, temperature) >= min_p:
+                        high = middle
+                    else:
+                        bottom = middle
+                low = tl.maximum(low, high)
+            mass, least, below = mass_from(
+                target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+                counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
+                low.to(tl.int32), V, K, peak, temperature, STRIDE,
             )  # fmt: skip
-        finish(None, count=count, select=True)
-    if rules.min_p is not None:
-        finish(rules.min_p, count=False, select=False)
-    kept_kernel[call.grid](*call.row_args, maxima, sums, threshold, *call.sizes, **call.blocks)
-    return threshold
+            tl.store(threshold_ptr + cell, key_value(low.to(tl.int32)))
+            tl.store(kept_ptr + cell, mass)
+
+
+def truncate(call: Call, stats: Statistics, rules: Rules) -> Cut:
+    """Both launches."""
+    assert stats.sums is not None
+    assert stats.groups is not None
+    _, rows, batch = call.grid
+    device = stats.maxima.device
+    group = min(GROUP, call.blocks["BLOCK"])
+    groups = stats.groups.shape[-1]
+    read = min(GROUPS_READ, triton.next_power_of_2(groups))
+    cut = Cut(
+        torch.empty(batch, rows, device=device),
+        torch.empty(batch, rows, dtype=torch.float64, device=device),
+    )
+    packed = torch.empty(batch, rows, CANDIDATES, device=device)
+    sizes = {name: call.blocks[name] for name in ("POSITIONS", "SPLITS")} | options(device)
+    launch(
+        cut_kernel, (rows, batch), *call.row_args, *rules.tensors(), stats.maxima, stats.sums,
+        stats.groups, torch.empty(batch, rows, read, dtype=torch.int32, device=device), packed,
+        torch.empty_like(packed, dtype=torch.float64), cut.thresholds, cut.masses, *call.sizes,
+        groups, GROUP=group, GROUPS=triton.next_power_of_2(groups), CAP=read, PACKED=CANDIDATES,
+        num_warps=CUT_WARPS, **sizes,
+    )  # fmt: skip
+    launch(
+        search_kernel, (rows, batch), *call.row_args, *rules.tensors(), stats.maxima,
+        cut.thresholds, cut.masses, *call.sizes, STRIDE=min(STRIDE, call.blocks["BLOCK"]),
+        num_warps=SEARCH_WARPS, **sizes,
+    )  # fmt: skip
+    return cut

@@ -1,41 +1,61 @@
-r"""Verification from raw logits in Triton: four launches, two when every row is greedy.
+r"""Verification from raw logits in Triton: two launches, four where a row may be truncated.
 
 The contract and the mathematics are those of kernels/reference.py; this page is how they are split
-over a GPU. The vocabulary is cut into S splits of BLOCK tokens. With z the penalised logits of a
-row, M = max z, and w(v) = exp((z(v) - M) / T) where truncation kept v, else 0:
+over a GPU. With z the penalised logits of a row, M = max z, and w(v) = exp((z(v) - M) / T) where
+truncation kept v, else 0:
 
-  1. stats     per (row, split): m_s = max z, its lowest id, and l_s = sum_v exp((z(v) - m_s) / T)
+  1. stats     per (row, split of BLOCK tokens): its maximum m_s and l_s = sum exp((z - m_s) / T)
      (thresholds, where a row asks for top-k, top-p or min-p: kernels/truncate.py)
-  2. accept    per sequence: M = max_s m_s and L = sum_s l_s exp((m_s - M) / T) of all rows, then
-               draft x_i is kept iff u_i w_q(x_i) / L_q < w_p(x_i) / L_p; n = the first that is not;
-               per split of position n: P_s = sum w_p and Q_s = sum w_q, in float64
-  3. residual  per split of position n: R_s = sum_v max(w_p(v) / P - w_q(v) / Q, 0), in float64
-  4. draw      per sequence: the split in which the CDF of R crosses u_K, then the id within it
+  2. resolve   per sequence: M = max m_s and L = sum l_s exp((m_s - M) / T) of all rows; draft x_i
+               is kept iff u_i w_q(x_i) / L_q < w_p(x_i) / L_p, n is the first that is not; then
+               over tiles of TILE tokens the mass of max(w_p / P - w_q / Q, 0) at position n, and
+               by whoever is last the tile in which its CDF crosses u_K, and the id within it
 
-Nothing of [B, K, V] is written; one target and one draft row are read again by launches 2 to 4.
-The acceptance test works on float32 sums (relative error some 1e-7); the residual is a difference
-of two laws that a good drafter makes nearly equal, and so gets float64 throughout. Sums over splits
-have a fixed order, and S depends on V only: a row's result never depends on the batch.
+Nothing of [B, K, V] is written; one target and one draft row are read again by launch 2. The
+acceptance test works on float32 sums (relative error some 1e-7); the residual gets float64
+throughout (kernels/resolve.py). Sums have a fixed order, and splits and tiles follow from V only:
+a row's result never depends on the batch.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
-from kernels.accept import accept_kernel, stats_kernel
-from kernels.draw import draw_kernel, residual_kernel
 from kernels.inputs import Inputs
-from kernels.rows import Call
-from kernels.truncate import PASSES, Rules, truncate
+from kernels.launching import launch
+from kernels.overlap import options
+from kernels.resolve import resolve_kernel
+from kernels.rows import Call, Rules
+from kernels.stats import row_statistics
+from kernels.truncate import truncate
 from kernels.types import Verification
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BLOCK, WARPS = 8192, 8  # launch 1: tokens of a split, at most, and the warps that share them
+TILE, TILE_WARPS = 1024, 4  # launch 2
+PROGRAMS = 384  # of launch 2, where there are tiles for them: as many as are under way at once
 
 
 def block_size(vocab: int) -> int:
     """Tokens of a split: a power of two, from the vocabulary alone."""
-    largest = 2048 if vocab <= 65536 else 4096
-    return max(128, min(largest, triton.next_power_of_2(vocab)))
+    return max(128, min(BLOCK, triton.next_power_of_2(vocab)))
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What some row of a call may ask for; a parameter that is not named is not looked at."""
+
+    sampling: bool = True  # False: all rows are greedy
+    top_k: bool = True
+    top_p: bool = True
+    min_p: bool = True
+    repetition_penalty: bool = True
+
+
+EVERYTHING = Uses()
 
 
 def verify(
@@ -53,12 +73,14 @@ def verify(
     repetition_penalty: Tensor | None = None,  # [B]
     seen_token_counts: Tensor | None = None,  # [B, V]; None: nothing was seen before the draft
     check: bool = True,
+    uses: Uses = EVERYTHING,
 ) -> Verification:
     """The tokens that each row keeps; the contract of kernels.reference.verify, on a GPU.
 
-    Parameters of one number a row may stay on the host, and should: then a rule that no row asks
-    for costs nothing, and greedy rows take two launches. `check=False` leaves out the one read back
-    from the device (as a CUDA graph must), and so the errors for values that break the contract.
+    Parameters of one number a row may stay on the host: then a rule that no row asks for costs
+    nothing. Where they live on the device, as in a CUDA graph whose replays read other values,
+    `uses` says what a row may ask for, ever. `check=False` leaves out the one read back from the
+    device (as a CUDA graph must), and so the errors for values that break the contract.
     """
     inputs = Inputs(
         target_logits,
@@ -68,14 +90,14 @@ def verify(
         uniforms,
         num_draft_tokens,
         draft_is_one_hot,
-        top_k,
-        top_p,
-        min_p,
-        repetition_penalty,
+        top_k if uses.top_k else None,
+        top_p if uses.top_p else None,
+        min_p if uses.min_p else None,
+        repetition_penalty if uses.repetition_penalty else None,
         seen_token_counts,
     )
     check_for_kernel(inputs)
-    verification, errors = enqueue(inputs)
+    verification, errors = enqueue(inputs, sampled=uses.sampling)
     if check:
         raise_for(inputs, errors)
     return verification
@@ -86,7 +108,7 @@ def check_for_kernel(inputs: Inputs) -> None:
     inputs.check_parameters(host_only=True)
     for name in ("target_logits", "draft_logits"):
         logits = getattr(inputs, name)
-        if logits is not None and logits.dtype not in PASSES:
+        if logits is not None and logits.dtype not in DTYPES:
             raise ValueError(
                 f"{name} is {logits.dtype}; the kernel reads bfloat16, float16 and float32, and "
                 "its specification in PyTorch reads float64"
@@ -100,48 +122,40 @@ def raise_for(inputs: Inputs, errors: Tensor) -> None:
         raise ValueError("repetition_penalty makes a logit overflow float32; pass smaller logits")
 
 
-def enqueue(inputs: Inputs, greedy: bool = False) -> tuple[Verification, Tensor]:
+def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tensor]:
     """Launch every kernel; the verification, and a flag [B] for rows that break the contract.
 
-    `greedy`: the caller knows all rows to be, though their temperatures lie on the device.
+    `sampled=False`: all rows are greedy, though their temperatures may lie on the device.
     """
-    call = launch_arguments(inputs, greedy)
+    call = launch_arguments(inputs, sampled=sampled)
     batch, width = inputs.uniforms.shape
-    splits = call.grid[0]
     device = inputs.target_logits.device
     rules = truncation_rules(inputs)
-    maxima = torch.empty(batch, call.rows, splits, device=device)
-    best = torch.empty_like(maxima, dtype=torch.int32)
-    sums = mass = residual = threshold = None
+    stats = row_statistics(call, device, rules)
+    tile = min(call.blocks["BLOCK"], TILE)
+    tiles = triton.cdiv(call.sizes[0], tile)
+    cut = truncate(call, stats, rules) if rules.any() and not call.greedy else None
+    partial = close = None
     if not call.greedy:
-        sums = torch.empty_like(maxima)
-        mass = torch.empty(2, batch, splits, dtype=torch.float64, device=device)
-        residual = torch.empty(batch, splits, dtype=torch.float64, device=device)
+        partial = torch.empty(4, batch, tiles, dtype=torch.float64, device=device)
+        close = torch.empty(batch, tiles, dtype=torch.int32, device=device)
     verification = Verification.unwritten(batch, width, device)
-    token_ids, num_accepted = verification.token_ids, verification.num_accepted
-    logprobs = verification.target_logprobs, verification.draft_logprobs
     errors = torch.empty(batch, dtype=torch.int32, device=device)
-    uniforms = inputs.uniforms.contiguous()
-    stats_kernel[call.grid](*call.row_args, maxima, best, sums, *call.sizes, **call.blocks)
-    if sums is not None and rules.any():
-        threshold = truncate(call, maxima, sums, rules)
-    accept_kernel[(1 if call.greedy else splits, batch)](
-        *call.row_args, maxima, best, sums, threshold, uniforms, *rules.tensors(), mass,
-        token_ids, num_accepted, *logprobs, errors, *call.sizes, **call.blocks,
+    parts = 1 if call.greedy else min(tiles, triton.cdiv(PROGRAMS, batch))
+    launch(
+        resolve_kernel, (parts, batch), *call.row_args, *rules.tensors(),
+        stats.maxima, stats.best, stats.sums, stats.drafted,
+        None if cut is None else cut.thresholds, None if cut is None else cut.masses,
+        inputs.uniforms.contiguous(), partial, close, stats.arrived,
+        verification.token_ids, verification.num_accepted, verification.target_logprobs,
+        verification.draft_logprobs, errors, *call.sizes,
+        POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"], TILE=tile,
+        TILES=triton.next_power_of_2(tiles), num_warps=TILE_WARPS, **options(device),
     )  # fmt: skip
-    if not call.greedy:
-        residual_kernel[(splits, batch)](
-            *call.row_args, maxima, threshold, mass, residual, num_accepted,
-            *call.sizes, **call.blocks,
-        )  # fmt: skip
-        draw_kernel[(batch,)](
-            *call.row_args, maxima, threshold, mass, residual, uniforms, token_ids, num_accepted,
-            *logprobs, *call.sizes, **call.blocks,
-        )  # fmt: skip
     return verification, errors
 
 
-def launch_arguments(inputs: Inputs, greedy: bool = False) -> Call:
+def launch_arguments(inputs: Inputs, *, sampled: bool = True) -> Call:
     """What all kernels are given; a value that the host knows to be neutral becomes None."""
     batch, num_draft, vocab = inputs.sizes
     device = inputs.target_logits.device
@@ -154,11 +168,10 @@ def launch_arguments(inputs: Inputs, greedy: bool = False) -> Call:
     counts = None if penalty is None else inputs.seen_token_counts
     if counts is not None and counts.dtype == torch.bool:
         counts = counts.view(torch.uint8)
-    greedy = greedy or _host_says(inputs.temperature, lambda values: (values == 0).all())
+    greedy = not sampled or _host_says(inputs.temperature, lambda values: (values == 0).all())
     block = block_size(vocab)
     splits = triton.cdiv(vocab, block)
     rows = num_draft + 1 if draft is None else 2 * num_draft + 1
-    dtypes = {inputs.target_logits.dtype, torch.bfloat16 if draft is None else draft.dtype}
     return Call(
         row_args=(
             *_with_strides(inputs.target_logits, 3),
@@ -173,12 +186,11 @@ def launch_arguments(inputs: Inputs, greedy: bool = False) -> Call:
         sizes=(vocab, num_draft, splits),
         grid=(splits, rows, batch),
         greedy=greedy,
-        passes=8 if penalty is not None else max(PASSES[dtype] for dtype in dtypes),
         blocks={
             "POSITIONS": triton.next_power_of_2(num_draft + 1),
             "SPLITS": triton.next_power_of_2(splits),
             "BLOCK": block,
-            "num_warps": 8 if block > 2048 else 4,
+            "num_warps": max(1, min(WARPS, block // 256)),
         },
     )
 

@@ -1,13 +1,15 @@
 """The Triton verification against its reference on a GPU: equality over a sweep, then microseconds.
 
 Needs torch and triton only: `python -m pipeline.bench_kernels --out FOLDER`, or
-`stage=benchmark stages.benchmark.suite=kernels`.
+`stage=benchmark stages.benchmark.suite=kernels`. With --headline, --agreement or --sweep only that
+part of pipeline/bench_verification.py runs, in about a minute.
 """
 
 import argparse
 import json
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -37,12 +39,20 @@ TWO_EAGER = "greedy, two launches, eager"
 SLACK = 1e-6  # what the contract allows between two orders of summation
 ROTATED_BYTES = 300e6  # inputs in turn, several times the cache, so that logits come from memory
 
+PARTS = {
+    "headline": "the figures that matter most, and the microseconds of each kernel",
+    "agreement": "hard cases against the float64 specification",
+    "sweep": "block sizes, warps and programs, one kernel's at a time",
+}
+
 Call = dict[str, Any]
 
 
-def make_call(vocab: int, num_draft: int, batch: int, dtype: torch.dtype, mode: str) -> Call:
+def make_call(
+    vocab: int, num_draft: int, batch: int, dtype: torch.dtype, mode: str, *, seed: int = 0
+) -> Call:
     """Arguments of one verification: a drafter near the target, drafts drawn from its law."""
-    seed = hash((vocab, num_draft, batch)) % 2**31
+    seed += hash((vocab, num_draft, batch)) % 2**31
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -91,7 +101,7 @@ def check(vocab: int, dtype: torch.dtype) -> dict[str, Any]:
         differ = (want.token_ids != got.token_ids).any(-1).nonzero()[:, 0].tolist()
         counts["rows"] += batch
         counts["differ"] += len(differ)
-        counts["wrong"] += sum(not _allowed(call, want, got, row) for row in differ)
+        counts["wrong"] += sum(not allowed(call, want, got, row) for row in differ)
         same = torch.ones(batch, dtype=torch.bool, device="cuda")
         same[differ] = False
         gap = (want.target_logprobs - got.target_logprobs)[same].abs()
@@ -99,7 +109,7 @@ def check(vocab: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"vocab": vocab, "dtype": str(dtype), **counts, "largest_logprob_gap": largest}
 
 
-def _allowed(call: Call, want: Verification, got: Verification, row: int) -> bool:
+def allowed(call: Call, want: Verification, got: Verification, row: int) -> bool:
     """True where rounding alone explains another answer: u q next to p, or u next to a CDF step."""
     if float(call["temperature"][row]) == 0:
         return False
@@ -149,7 +159,7 @@ def microseconds(calls: list[Call], mode: str, pinned: bool | None) -> float:
     if mode == TWO_LAUNCHES and pinned:
         calls = [call | {"temperature": call["temperature"].pin_memory()} for call in calls]
     elif mode not in (TWO_LAUNCHES, TWO_EAGER):
-        calls = [_on_device(call) for call in calls]
+        calls = [on_device(call) for call in calls]
     play = _each(calls)
     play()
     torch.cuda.synchronize()
@@ -177,7 +187,7 @@ def _each(calls: list[Call]) -> Callable[[], None]:
     return play
 
 
-def _on_device(call: Call) -> Call:
+def on_device(call: Call) -> Call:
     """Everything on the device, since a graph may copy nothing from pageable memory."""
     return {k: v.cuda() if isinstance(v, Tensor) else v for k, v in call.items()}
 
@@ -195,7 +205,7 @@ def capture_refusal(pinned: bool) -> str | None:
 def launches(mode: str) -> dict[str, int]:
     """Kernels that the device ran for one bfloat16 call, by name."""
     call = make_call(1000, 4, 3, torch.bfloat16, mode)
-    call = call if mode == TWO_LAUNCHES else _on_device(call)
+    call = call if mode == TWO_LAUNCHES else on_device(call)
     run(verify, call, check=False)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -314,9 +324,28 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    log.info(table(kernel_suite(out)))
+    for name, does in PARTS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=does)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    asked = [name for name in PARTS if getattr(given, name)]
+    if asked:
+        verification_parts(given.out, asked)
+    else:
+        log.info(table(kernel_suite(given.out)))
+
+
+def verification_parts(out: Path, asked: list[str]) -> None:
+    """Run the parts named, log what they found and write it to FOLDER/NAME.json."""
+    from pipeline import bench_verification as bench  # which is made of this module's parts
+
+    for name in asked:
+        start = time.perf_counter()
+        found = getattr(bench, name)()
+        (out / f"{name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        say = {"headline": bench.lines, "sweep": bench.best_lines}.get(name)
+        shown = [str(found)] if say is None else say(found)
+        log.info("%s, %.0f s\n%s", name, time.perf_counter() - start, "\n".join(shown))
 
 
 if __name__ == "__main__":

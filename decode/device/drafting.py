@@ -119,7 +119,7 @@ class ModelDrafting:
                 seen_token_counts=seen,
                 **plan.law,  # type: ignore[arg-type]
             )
-            verification, errors = draw(inputs, self._rules.greedy)
+            verification, errors = draw(inputs, sampled=not self._rules.greedy)
         return verification.token_ids, errors
 
     def _widen(self, logits: Tensor, out: Tensor) -> Tensor:  # [B, C] -> [B, V]

@@ -126,4 +126,4 @@ class DeviceStep:
             seen_token_counts=seen,
             **plan.law,  # type: ignore[arg-type]
         )
-        return verify(inputs, rules.greedy)
+        return verify(inputs, sampled=not rules.greedy)

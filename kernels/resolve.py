@@ -1,0 +1,289 @@
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: SIM102 (what the compiler decides stays apart from what the device decides)
+r"""Launch 2 of kernels/verify.py: which drafts are kept, and the token that comes after them.
+
+A few programs share a sequence. Each decides where it ends (position n), then sums its tiles
+there. With a = w_p / P' and q = w_q / Q', P' and Q' as good as launch 1 has them, and
+A = {v: a(v) > q(v)}, a tile t notes, in float64,
+
+    P_t = sum a    Q_t = sum q    over all of it;    p_t, q_t: the same over A.
+
+Whoever is last has P = sum P_t and Q = sum Q_t without the error of P' and Q', and so the mass
+R_t = p_t / P - q_t / Q of max(a / P - q / Q, 0), but for tokens whose side of A that error could
+have changed: tiles that have one within BAND say so, and are summed again where it matters. This
+takes one pass over both rows where R would need P and Q first. A good drafter makes both laws
+nearly equal: what is left of R then is far below the error of float32 sums.
+
+The draw is the inverse CDF, first over the tiles, then within one. An id without mass is never
+chosen: where rounding leaves the CDF short of the uniform, the last id (or tile) that has mass
+stands in.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.accept import (
+    at_position,
+    broken_parameters,
+    gather_rows,
+    log_or_minus_inf,
+    lowest_best,
+    prob_at_drafts,
+)
+from kernels.overlap import follow
+from kernels.rows import draft_length, position_logits
+from kernels.weights import lowest_of, powers_of, weights
+
+NO_RESIDUAL = tl.constexpr(1e-12)  # as in the reference
+BAND = tl.constexpr(4e-6)  # relative; no error of P' / Q' is larger
+ROUNDING = tl.constexpr(2e-15)  # relative, of a sum over a tile
+DOUBT = tl.constexpr(1e-7)  # share of R that may stand on the wrong side
+
+
+@triton.jit
+def final_laws(
+    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, tile, V, K, scale,
+    peak, lowest, shift, draft_peak, draft_lowest, draft_shift, drawn, sure, TILE: tl.constexpr,
+):  # fmt: skip
+    """a and q of one tile at position n; q is 0 where nothing was drafted."""
+    offsets = tile * TILE + tl.arange(0, TILE)
+    x = position_logits(
+        target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
+        ids_ptr, penalty_ptr, b, n, offsets, V, K,
+    )  # fmt: skip
+    a = weights(x, peak, lowest, scale, shift)
+    q = tl.where(offsets == sure, 1.0, 0.0).to(tl.float64)
+    if draft_ptr is not None:
+        if drawn:
+            x = position_logits(
+                draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                ids_ptr, penalty_ptr, b, n, offsets, V, K,
+            )  # fmt: skip
+            q = weights(x, draft_peak, draft_lowest, scale, draft_shift)
+    return a, q
+
+
+@triton.jit
+def crossing(mass, index, wanted, none):
+    """First index whose cumulative mass exceeds `wanted`, else the last that has mass."""
+    reached = (tl.cumsum(mass, axis=0) > wanted) & (mass > 0)
+    first = tl.min(tl.where(reached, index, none), axis=0)
+    return tl.where(first < none, first, tl.max(tl.where(mass > 0, index, 0), axis=0))
+
+
+@triton.jit
+def tile_masses(ptr, plane, b, batch, tiles, TILES: tl.constexpr):
+    """One number of every tile of a sequence, past any cache that other programs do not write."""
+    t = tl.arange(0, TILES)
+    at = (plane * batch + b).to(tl.int64) * tiles + t
+    return tl.load(ptr + at, mask=t < tiles, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def draw(
+    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, partial_ptr, close_ptr,
+    b, batch, n, beyond, u, V, K, scale, peak, lowest, shift,
+    draft_peak, draft_lowest, draft_shift, drawn, sure, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Id of the token at position n, and both laws' probabilities of it."""
+    tiles = tl.cdiv(V, TILE)
+    t, lane = tl.arange(0, TILES), tl.arange(0, TILE)
+    mass = tile_masses(partial_ptr, 0, b, batch, tiles, TILES)
+    whole = tl.sum(mass, axis=0)
+    draft_whole = tl.full((), 1.0, tl.float64)
+    from_residual = beyond
+    if beyond:
+        draft_mass = tile_masses(partial_ptr, 1, b, batch, tiles, TILES)
+        above = tile_masses(partial_ptr, 2, b, batch, tiles, TILES)
+        draft_above = tile_masses(partial_ptr, 3, b, batch, tiles, TILES)
+        close = tile_masses(close_ptr, 0, b, batch, tiles, TILES)
+        draft_whole = tl.sum(draft_mass, axis=0)
+        draft_whole = tl.where(draft_whole > 0, draft_whole, 1.0)
+        above /= whole
+        residual = above - draft_above / draft_whole
+        residual = tl.where(residual > ROUNDING * above, residual, 0.0)
+        total = tl.sum(residual, axis=0)
+        in_doubt = tl.sum(tl.where(close > 0, draft_mass, 0.0), axis=0)
+        if tl.abs(draft_whole / whole - 1.0) * in_doubt > DOUBT * total:
+            for tile in range(0, tiles):
+                if tl.load(close_ptr + b.to(tl.int64) * tiles + tile, cache_modifier=".cg") > 0:
+                    a, q = final_laws(
+                        target_ptr, target_b, target_k, target_v,
+                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                        ids_ptr, penalty_ptr, b, n, tile, V, K, scale, peak, lowest, shift,
+                        draft_peak, draft_lowest, draft_shift, drawn, sure, TILE,
+                    )  # fmt: skip
+                    again = tl.sum(tl.maximum(a / whole - q / draft_whole, 0.0), axis=0)
+                    residual = tl.where(t == tile, again, residual)
+            total = tl.sum(residual, axis=0)
+        from_residual = total > NO_RESIDUAL
+        mass = tl.where(from_residual, residual, mass)
+    wanted = u * tl.sum(mass, axis=0)
+    chosen = crossing(mass, t, wanted, TILES)
+    a, q = final_laws(
+        target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+        counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, chosen, V, K, scale,
+        peak, lowest, shift, draft_peak, draft_lowest, draft_shift, drawn, sure, TILE,
+    )  # fmt: skip
+    p = a / whole
+    q = q / draft_whole
+    r = tl.where(from_residual, tl.maximum(p - q, 0.0), a)
+    before = tl.sum(tl.where(t < chosen, mass, 0.0), axis=0)
+    number = crossing(r, lane, wanted - before, TILE)
+    its_q = tl.where(beyond, at_position(q, lane, number), 1.0)  # no draft at a bonus token
+    return (chosen * TILE + number).to(tl.int64), at_position(p, lane, number), its_q
+
+
+@triton.jit
+def resolve_kernel(
+    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+    counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr,
+    top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, threshold_ptr,
+    kept_ptr, uniforms_ptr, partial_ptr, close_ptr, arrived_ptr, tokens_ptr, accepted_ptr,
+    target_logprobs_ptr, draft_logprobs_ptr, errors_ptr, V, K, S,
+    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """All of one sequence's outputs."""
+    if OVERLAP > 0:
+        follow()
+    part, parts, batch = tl.program_id(0), tl.num_programs(0), tl.num_programs(1)
+    b = batch - 1 - tl.program_id(1)  # what launch 1 read last is in the cache
+    rows = K + 1
+    if draft_ptr is not None:
+        rows = 2 * K + 1
+    i = tl.arange(0, POSITIONS)
+    length = draft_length(ids_ptr, lengths_ptr, b, K, POSITIONS)
+    ids = tl.load(ids_ptr + b * K + i, mask=i < length, other=-1).to(tl.int64)
+    drafted = (i < length) & (ids >= 0) & (ids < V)
+    used = i <= length
+    given = tl.load(temperature_ptr + b).to(tl.float64)
+    greedy = given == 0
+    temperature = tl.where(greedy, 1.0, given)
+    scale = powers_of(temperature)
+    peak, total = gather_rows(
+        max_ptr, sum_ptr, kept_ptr, b * rows, used, S, scale, POSITIONS, SPLITS
+    )
+    uniforms = tl.load(uniforms_ptr + b * (K + 1) + i, mask=i <= K, other=0.0).to(tl.float64)
+    bad = (i < length) & ((ids < 0) | (ids >= V))
+    bad = bad | (used & (tl.abs(peak) == float("inf")))
+    bad = bad | (uniforms < 0) | (uniforms >= 1) | (uniforms != uniforms)
+    one_hot = tl.minimum(length, 0)
+    if draft_ptr is None:
+        one_hot = one_hot + 1
+    elif one_hot_ptr is not None:
+        one_hot = tl.load(one_hot_ptr + b).to(tl.int32)
+    q = tl.where(drafted, 1.0, 0.0).to(tl.float64)
+    p = q
+    best = ids
+    proposed = ids
+    draft_peak, draft_total = peak, total
+    if draft_ptr is not None:
+        own = drafted & (i < tl.where(one_hot == 0, length, 0))
+        draft_peak, draft_total = gather_rows(
+            max_ptr, sum_ptr, kept_ptr, b * rows + K + 1, own, S, scale, POSITIONS, SPLITS
+        )
+        bad = bad | (own & (tl.abs(draft_peak) == float("inf")))
+    if sum_ptr is not None:
+        p = prob_at_drafts(
+            drafted_ptr, threshold_ptr, b * rows, drafted, peak, total, temperature, POSITIONS
+        )
+        if draft_ptr is not None:
+            drawn_q = prob_at_drafts(
+                drafted_ptr, threshold_ptr, b * rows + K + 1, own, draft_peak, draft_total,
+                temperature, POSITIONS,
+            )  # fmt: skip
+            q = tl.where(own, drawn_q, q)
+    if sum_ptr is None or greedy:
+        best = lowest_best(max_ptr, best_ptr, b * rows, used, peak, S, V, POSITIONS, SPLITS)
+        p = ((best == ids) & drafted).to(tl.float64)
+        q = tl.where(drafted, 1.0, 0.0).to(tl.float64)
+        if draft_ptr is not None:
+            draft_best = lowest_best(
+                max_ptr, best_ptr, b * rows + K + 1, own, draft_peak, S, V, POSITIONS, SPLITS
+            )
+            proposed = tl.where(own, draft_best, ids)
+            q = tl.where(own, ((draft_best == ids) & own).to(tl.float64), q)
+    rejected = (i < length) & (uniforms * q >= p)
+    n = tl.min(tl.where(rejected, i, length), axis=0)
+
+    last = part == 0
+    beyond = n < length
+    drawn = beyond & (one_hot == 0)
+    tiles = tl.cdiv(V, TILE)
+    if sum_ptr is not None:
+        threshold = tl.full((), -float("inf"), tl.float32)
+        draft_threshold = threshold
+        if threshold_ptr is not None:
+            threshold = tl.load(threshold_ptr + b * rows + n)
+            if draft_ptr is not None:
+                draft_threshold = tl.load(
+                    threshold_ptr + b * rows + K + 1 + n, mask=drawn, other=0.0
+                )
+        # A row without drafts has no sure token: no offset is -1.
+        sure = tl.where(
+            beyond & (one_hot != 0), tl.load(ids_ptr + b * K + n, mask=beyond, other=-1), -1
+        )
+        n_peak = at_position(peak, i, n)
+        n_lowest = lowest_of(n_peak, temperature, threshold)
+        shift = tl.log2(at_position(total, i, n))
+        draft_n_peak = at_position(draft_peak, i, n)
+        draft_lowest = lowest_of(draft_n_peak, temperature, draft_threshold)
+        draft_shift = tl.log2(at_position(draft_total, i, n))
+        planes = batch.to(tl.int64) * tiles
+        if not greedy:
+            for tile in range(part, tiles, parts):
+                a, other = final_laws(
+                    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, tile, V, K, scale,
+                    n_peak, n_lowest, shift, draft_n_peak, draft_lowest, draft_shift, drawn, sure,
+                    TILE,
+                )  # fmt: skip
+                at = b.to(tl.int64) * tiles + tile
+                if beyond:
+                    above = a > other
+                    sums = tl.join(
+                        tl.join(a, other),
+                        tl.join(tl.where(above, a, 0.0), tl.where(above, other, 0.0)),
+                    )
+                    two = tl.arange(0, 2)
+                    plane = two[:, None] + 2 * two[None, :]
+                    tl.store(partial_ptr + plane * planes + at, tl.sum(sums, axis=0))
+                    near = (tl.abs(a - other) <= BAND * other) & (other > 0)
+                    tl.store(close_ptr + at, tl.max(near.to(tl.int32), axis=0))
+                else:
+                    tl.store(partial_ptr + at, tl.sum(a, axis=0))
+            tl.debug_barrier()  # all of this program's numbers are written
+            last = tl.atomic_add(arrived_ptr + b, 1) == parts - 1
+    if last:
+        kept = i < n
+        final = i == tl.where(greedy, n, -1)
+        token = tl.where(kept, ids, tl.where(final, best, -1))
+        log_p = tl.where(kept, log_or_minus_inf(p), 0.0)
+        log_q = tl.where(kept, log_or_minus_inf(q), 0.0)
+        log_q = tl.where(final & (i < length) & (proposed != best), -float("inf"), log_q)
+        if sum_ptr is not None:
+            if not greedy:
+                drawn_id, its_p, its_q = draw(
+                    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, partial_ptr, close_ptr,
+                    b, batch, n, beyond, at_position(uniforms, i, K), V, K, scale, n_peak, n_lowest,
+                    shift, draft_n_peak, draft_lowest, draft_shift, drawn, sure, TILE, TILES,
+                )  # fmt: skip
+                here = i == n
+                token = tl.where(here, drawn_id, token)
+                log_p = tl.where(here, log_or_minus_inf(its_p), log_p)
+                log_q = tl.where(here, log_or_minus_inf(its_q), log_q)
+        out = b * (K + 1) + i
+        tl.store(tokens_ptr + out, token, mask=i <= K)
+        tl.store(target_logprobs_ptr + out, log_p, mask=i <= K)
+        tl.store(draft_logprobs_ptr + out, log_q, mask=i <= K)
+        tl.store(accepted_ptr + b, n.to(tl.int64))
+        broken = broken_parameters(
+            lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr, top_k_ptr, top_p_ptr,
+            min_p_ptr, b, K, length, draft_ptr is not None,
+        )  # fmt: skip
+        broken = broken | (tl.max(bad.to(tl.int32), axis=0) > 0)
+        tl.store(errors_ptr + b, broken.to(tl.int32))

@@ -1,0 +1,134 @@
+# mypy: disallow-untyped-defs=False
+"""Launch 1 of kernels/verify.py: what each split of each row in use amounts to."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launching import launch
+from kernels.overlap import follow, options
+from kernels.rows import Call, Rules, logit_at, row_logits, row_position
+from kernels.weights import LOG2_E, lowest_of, powers_of, weights
+
+GROUP = 64  # tokens whose maximum truncation looks at
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What launch 1 leaves for the others."""
+
+    maxima: Tensor  # [B, rows, S] float32
+    best: Tensor  # [B, rows, S] int32, of greedy rows
+    sums: Tensor | None  # [B, rows, S] float64; None: the host knows that all rows are greedy
+    drafted: Tensor  # [B, rows] float32, the logit of each row's draft
+    groups: Tensor | None  # [B, rows, S * BLOCK / GROUP] float32 maxima; None: nothing is truncated
+    arrived: Tensor  # [B] int32 zeros, programs of launch 2 that are done
+
+
+def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics:
+    """Launch 1."""
+    splits, rows, batch = call.grid
+    block = call.blocks["BLOCK"]
+    group = min(GROUP, block)
+    maxima = torch.empty(batch, rows, splits, device=device)
+    sums = groups = None
+    if not call.greedy:
+        sums = torch.empty_like(maxima, dtype=torch.float64)
+        if rules.any():
+            groups = torch.empty(batch, rows, splits * (block // group), device=device)
+    found = Statistics(
+        maxima,
+        torch.empty_like(maxima, dtype=torch.int32),
+        sums,
+        torch.empty(batch, rows, device=device),
+        groups,
+        torch.empty(batch, dtype=torch.int32, device=device),
+    )
+    launch(
+        stats_kernel, call.grid, *call.row_args, rules.top_k, rules.top_p, maxima, found.best, sums,
+        found.drafted, groups, found.arrived, *call.sizes,
+        GROUP=group, **call.blocks, **options(device),
+    )  # fmt: skip
+    return found
+
+
+@triton.jit
+def single_sum(x, peak, temperature):
+    """Sum of weights in float32: one exponential a logit. Relative error some 1e-7."""
+    scale = LOG2_E / temperature
+    high = scale.to(tl.float32)
+    low = (scale - high.to(tl.float64)).to(tl.float32)
+    low = tl.where(tl.abs(high) < 1e6, low, 0.0)
+    behind = x - tl.where(peak == -float("inf"), 0.0, peak)
+    w = tl.exp2(behind * high + behind * low)
+    # NaN and +inf stay in the sum, and so tell on themselves.
+    return tl.sum(tl.where(x == -float("inf"), 0.0, w), axis=0).to(tl.float64)
+
+
+@triton.jit
+def stats_kernel(
+    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+    counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr,
+    top_k_ptr, top_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, groups_ptr, arrived_ptr,
+    V, K, S,
+    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of weights of one (split, row); greedy rows: maximum and its lowest id.
+
+    A split that holds NaN or +inf has a maximum of +inf. Split 0 of a row also notes the logit of
+    its draft. Rows that truncation will cut note the maximum of every GROUP tokens, and their sums
+    are exact where top-p needs them.
+    """
+    if OVERLAP > 0:
+        follow()
+    split, row, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if (split == 0) & (row == 0):
+        tl.store(arrived_ptr + b, 0)
+    position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
+    if position >= 0:
+        # Asked for first and used last, so that nothing waits for it.
+        token = tl.load(ids_ptr + b * K + position, mask=(split == 0) & (position < K), other=-1)
+        own = logit_at(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, token, V, K,
+        )  # fmt: skip
+        offsets = split * BLOCK + tl.arange(0, BLOCK)
+        x = row_logits(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets, V, K,
+        )  # fmt: skip
+        cell = (b * tl.num_programs(1) + row).to(tl.int64)
+        at = cell * S + split
+        temperature = tl.load(temperature_ptr + b).to(tl.float64)
+        if sum_ptr is None or temperature == 0:
+            peak = tl.max(tl.where(x == x, x, float("inf")), axis=0)
+            tl.store(max_ptr + at, peak)
+            tl.store(best_ptr + at, tl.min(tl.where(x == peak, offsets, V), axis=0))
+        else:
+            peak = tl.max(x, axis=0)
+            total = tl.full((), 0.0, tl.float64)
+            exact = split < 0
+            if groups_ptr is not None:
+                group = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
+                number = split * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+                tl.store(groups_ptr + cell * S * (BLOCK // GROUP) + number, group)
+                if top_p_ptr is not None:
+                    exact = tl.load(top_p_ptr + b) < 1
+                    if top_k_ptr is not None:
+                        top_k = tl.load(top_k_ptr + b)
+                        exact = exact & ((top_k <= 0) | (top_k >= V))
+            if exact:
+                scale = powers_of(temperature)
+                lowest = lowest_of(peak, temperature, -float("inf"))
+                w = weights(x, peak, lowest, scale, 0.0)
+                total = tl.sum(tl.where(x == x, w, float("nan")), axis=0)
+            else:
+                total = single_sum(x, peak, temperature)
+            bad = (total != total) | (peak == float("inf"))
+            tl.store(max_ptr + at, tl.where(bad, float("inf"), peak))
+            tl.store(sum_ptr + at, total)
+        tl.store(drafted_ptr + cell, own, mask=split == 0)

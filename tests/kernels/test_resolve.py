@@ -1,0 +1,158 @@
+"""Is the residual exact where float32 sums are not, and does no share of the work show?
+
+Would catch: P and Q of launch 1 taken for exact; a token on the wrong side of equality; a tile
+summed twice or never; a result that depends on how many programs share a row or on its neighbours
+in the batch; weights that underflow or overflow at odd temperatures; a draft that is all the
+target's mass. Runs in Triton's interpreter where there is no GPU.
+"""
+
+import pytest
+import torch
+from cases import Case, assert_same_verification, make_case, with_rules
+
+from kernels import verify as module
+from kernels.launching import collected
+from kernels.types import Verification
+
+verify = module.verify
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OUTPUTS = ("token_ids", "num_accepted", "target_logprobs", "draft_logprobs")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine tiles of a thousand tokens, two splits."""
+    monkeypatch.setattr(module, "TILE", 128)
+    monkeypatch.setattr(module, "BLOCK", 512)
+
+
+def assert_equal(one: Verification, other: Verification) -> None:
+    for name in OUTPUTS:
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+def rejecting(case: Case) -> Case:
+    """The case with a first draft that the target cannot say."""
+    rows = torch.arange(len(case.target_logits))
+    case.target_logits[rows, 0, case.draft_token_ids[:, 0]] = -torch.inf
+    case.draft_logits[rows, 0, case.draft_token_ids[:, 0]] = -20.0
+    return case
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("noise", [1e-2, 1e-4, 1e-5, 1e-6])
+def test_nearly_equal_laws(noise: float) -> None:
+    """A residual of a hundred-millionth of the mass still has an exact CDF."""
+    case = make_case(1, 4, 1, 1000, closeness=1.0, device=DEVICE)
+    wobble = torch.randn(case.draft_logits.shape, generator=torch.Generator().manual_seed(2))
+    case.draft_logits.copy_(case.draft_logits * (1 + noise * wobble.to(DEVICE)) + 3.0)
+    for step in range(5):
+        case.options["uniforms"][:, -1] = 0.1 + 0.2 * step
+        assert_same_verification(case, rejecting(case).run(verify))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_most_of_the_mass_is_equal() -> None:
+    """One token holds nearly all of both laws: on which side it falls must not blur the others."""
+    for seed in range(6):
+        case = make_case(seed, 4, 1, 1000, closeness=1.0, device=DEVICE)
+        case.target_logits[:, 0, 500] = case.draft_logits[:, 0, 500] = 18.0
+        case.draft_logits[:, 0, :400] += 0.3
+        assert_same_verification(case, rejecting(case).run(verify))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_equal_laws_of_shifted_logits_have_no_residual() -> None:
+    case = make_case(3, 3, 1, 1000, closeness=1.0, device=DEVICE)
+    case.target_logits.copy_((case.target_logits * 1024).round() / 1024)
+    case.draft_logits.copy_(case.target_logits[:, :1] + 3.0)
+    case.draft_token_ids[:] = 7
+    case.target_logits[:, 0, 7] = case.draft_logits[:, 0, 7] = -torch.inf
+    assert_same_verification(case, case.run(verify))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("rules", [(), ("top_k", "top_p", "min_p", "repetition_penalty")])
+def test_shares_of_the_work_do_not_show(
+    rules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = with_rules(make_case(4, 3, 2, 1000, dtype=torch.bfloat16, device=DEVICE), *rules)
+    together = case.run(verify)
+    for programs in (1, 7, 10_000):
+        monkeypatch.setattr(module, "PROGRAMS", programs)
+        assert_equal(together, case.run(verify))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_permuted_batch_gives_the_permuted_result(dtype: torch.dtype) -> None:
+    rules = ("top_k", "top_p", "min_p", "repetition_penalty")
+    case = with_rules(make_case(5, 6, 3, 1500, dtype=dtype, device=DEVICE), *rules)
+    case = case.with_options(
+        temperature=torch.tensor([0.8, 0.0, 1.3, 0.2, 1.0, 5.0], dtype=torch.float64),
+        draft_is_one_hot=torch.tensor([False, True, True, False, False, False]),
+        num_draft_tokens=torch.tensor([3, 3, 2, 0, 1, 3]),
+    )
+    together, order = case.run(verify), torch.tensor([4, 2, 5, 0, 3, 1])
+    moved = Case(
+        case.target_logits[order],
+        case.draft_token_ids[order],
+        case.draft_logits[order],
+        {name: values[order] for name, values in case.options.items()},
+    ).run(verify)
+    for name in OUTPUTS:
+        assert torch.equal(getattr(moved, name), getattr(together, name)[order]), name
+    assert_same_verification(case, together)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-4, 0.05, 30.0, 1e6, 1e30])
+def test_odd_temperatures(temperature: float) -> None:
+    case = make_case(6, 3, 2, 1000, device=DEVICE)
+    case.target_logits[0] *= 1000.0
+    case.target_logits[1, :, ::2] = -torch.inf
+    case = case.with_options(temperature=torch.full((3,), temperature, dtype=torch.float64))
+    assert_same_verification(case, case.run(verify))
+
+
+def test_rows_of_one_token() -> None:
+    """The target's whole mass on one id: accepted when drafted, drawn when not."""
+    case = make_case(7, 3, 2, 1000, device=DEVICE)
+    case.target_logits[:] = -torch.inf
+    case.target_logits[..., 640] = 2.0
+    case.draft_token_ids[0] = 640
+    out = case.run(verify)
+    assert out.token_ids[:, 0].tolist() == [640, 640, 640]
+    assert out.num_accepted.tolist() == [2, 0, 0]
+    assert_same_verification(case, out)
+
+
+def test_a_sure_draft_that_is_nearly_all_of_the_law() -> None:
+    """One-hot: the residual is the target without the draft, a ten-thousandth of its mass."""
+    case = make_case(8, 4, 1, 1000, one_hot=True, device=DEVICE)
+    case.target_logits[:, 0].clamp_(max=3.0)
+    case.target_logits[torch.arange(4), 0, case.draft_token_ids[:, 0]] = 18.0
+    case.options["uniforms"][:, 0] = 1 - 2.0**-53
+    out = case.run(verify)
+    assert out.num_accepted.tolist() == [0, 0, 0, 0]
+    assert_same_verification(case, out)
+
+
+def test_what_a_call_uses_may_be_said_for_parameters_on_the_device() -> None:
+    """As in a graph: the neutral values are there, and their launches are not."""
+    case = make_case(9, 3, 2, 1000, dtype=torch.bfloat16, device=DEVICE)
+    neutral = {
+        "top_k": torch.zeros(3, dtype=torch.int64),
+        "top_p": torch.ones(3, dtype=torch.float64),
+        "min_p": torch.zeros(3, dtype=torch.float64),
+        "repetition_penalty": torch.ones(3, dtype=torch.float64),
+        "seen_token_counts": torch.ones(3, 1000, dtype=torch.int32),
+    }
+    given = {name: values.to(DEVICE) for name, values in (case.options | neutral).items()}
+    case = Case(case.target_logits, case.draft_token_ids, case.draft_logits, given)
+    off = dict.fromkeys(("top_k", "top_p", "min_p", "repetition_penalty"), False)
+    with collected() as launches:
+        case.run(verify, check=False, uses=module.Uses(**off))
+    assert [one.kernel.__name__ for one in launches] == ["stats_kernel", "resolve_kernel"]
+    assert launches[0].args[15] is None  # no penalty is read
+    assert_equal(case.run(verify, uses=module.Uses(**off)), case.run(verify))
+    greedy = case.with_options(temperature=torch.zeros(3, dtype=torch.float64, device=DEVICE))
+    assert_equal(greedy.run(verify, uses=module.Uses(sampling=False, **off)), greedy.run(verify))
