@@ -97,7 +97,7 @@ def verify(
         seen_token_counts,
     )
     check_for_kernel(inputs)
-    verification, errors = enqueue(inputs, greedy=not uses.sampling)
+    verification, errors = enqueue(inputs, sampled=uses.sampling)
     if check:
         raise_for(inputs, errors)
     return verification
@@ -122,12 +122,12 @@ def raise_for(inputs: Inputs, errors: Tensor) -> None:
         raise ValueError("repetition_penalty makes a logit overflow float32; pass smaller logits")
 
 
-def enqueue(inputs: Inputs, greedy: bool = False) -> tuple[Verification, Tensor]:
+def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tensor]:
     """Launch every kernel; the verification, and a flag [B] for rows that break the contract.
 
-    `greedy`: the caller knows all rows to be, though their temperatures lie on the device.
+    `sampled=False`: all rows are greedy, though their temperatures may lie on the device.
     """
-    call = launch_arguments(inputs, greedy)
+    call = launch_arguments(inputs, sampled=sampled)
     batch, width = inputs.uniforms.shape
     device = inputs.target_logits.device
     rules = truncation_rules(inputs)
@@ -155,7 +155,7 @@ def enqueue(inputs: Inputs, greedy: bool = False) -> tuple[Verification, Tensor]
     return verification, errors
 
 
-def launch_arguments(inputs: Inputs, greedy: bool = False) -> Call:
+def launch_arguments(inputs: Inputs, *, sampled: bool = True) -> Call:
     """What all kernels are given; a value that the host knows to be neutral becomes None."""
     batch, num_draft, vocab = inputs.sizes
     device = inputs.target_logits.device
@@ -168,7 +168,7 @@ def launch_arguments(inputs: Inputs, greedy: bool = False) -> Call:
     counts = None if penalty is None else inputs.seen_token_counts
     if counts is not None and counts.dtype == torch.bool:
         counts = counts.view(torch.uint8)
-    greedy = greedy or _host_says(inputs.temperature, lambda values: (values == 0).all())
+    greedy = not sampled or _host_says(inputs.temperature, lambda values: (values == 0).all())
     block = block_size(vocab)
     splits = triton.cdiv(vocab, block)
     rows = num_draft + 1 if draft is None else 2 * num_draft + 1

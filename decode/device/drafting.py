@@ -34,7 +34,7 @@ class ModelDrafting:
         shape, forward = self._plan.shape, self._model.forward
         rows, device = shape.num_rows, self._state.device
         wanted = torch.empty(rows, dtype=torch.int32, device=device)
-        first = empty_step(rows, shape.catch_up, device)
+        first = Step.unwritten(rows, shape.catch_up, device)
         last = torch.empty(rows, dtype=torch.int64, device=device)
         # Where no row drafts, as when lookups found something for all, weights are not read.
         depths = torch.zeros(shape.model_drafts, ALIGNED, dtype=torch.int32, device=device)
@@ -54,7 +54,7 @@ class ModelDrafting:
         )
         held = self._held()
         seen = None if seen is None else seen.clone()  # the drafts are seen while drafting only
-        following = empty_step(rows, 1, device)
+        following = Step.unwritten(rows, 1, device)
         logits = forward.compute(first, only=last, wanted=depths[0, :1])
         for depth in range(shape.model_drafts):
             assert logits is not None
@@ -119,7 +119,7 @@ class ModelDrafting:
                 seen_token_counts=seen,
                 **plan.law,  # type: ignore[arg-type]
             )
-            verification, errors = draw(inputs, self._rules.greedy)
+            verification, errors = draw(inputs, sampled=not self._rules.greedy)
         return verification.token_ids, errors
 
     def _widen(self, logits: Tensor, out: Tensor) -> Tensor:  # [B, C] -> [B, V]
@@ -132,9 +132,3 @@ class ModelDrafting:
             out.fill_(-torch.inf)
             out.index_copy_(1, ids, logits)
         return out
-
-
-def empty_step(num_rows: int, width: int, device: torch.device) -> Step:
-    """A pass that launches fill."""
-    like = Step.new(num_rows, width, torch.device("meta"))
-    return Step(num_rows, width, torch.empty_like(like.inputs, device=device))

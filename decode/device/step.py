@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from decode.device.drafting import ModelDrafting, empty_step
+from decode.device.drafting import ModelDrafting
 from decode.device.parts import DeviceModel
 from decode.device.plan import Plan
 from decode.device.state import DONE, DRAFTED, START, DeviceState
-from decode.native.kernel_forward import KernelForward
+from decode.native.kernel_forward import KernelForward, Step
 from kernels.coupled import enqueue as race
 from kernels.inputs import Inputs
 from kernels.step import MODEL, NUM_FIELDS, Drafting, advance, begin, keep_found, present
@@ -43,7 +43,7 @@ class DeviceStep:
             by_model = ModelDrafting(plan, state, self._model, read, self._vocab_size)
             logits = by_model.run(drafting, seen)
         state.mark(DRAFTED)
-        step = empty_step(rows, most + 1, device)
+        step = Step.unwritten(rows, most + 1, device)
         present(state.slots, plan.asked, drafting, step.token_ids, step.batch)
         scored = self._target.compute(step)
         assert scored is not None
@@ -126,4 +126,4 @@ class DeviceStep:
             seen_token_counts=seen,
             **plan.law,  # type: ignore[arg-type]
         )
-        return verify(inputs, rules.greedy)
+        return verify(inputs, sampled=not rules.greedy)

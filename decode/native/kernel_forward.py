@@ -50,9 +50,16 @@ class Step:
     @classmethod
     def new(cls, num_rows: int, width: int, device: torch.device) -> "Step":
         """One whose rows are all padding."""
-        numbers = _round_up(num_rows * width) + 3 * _round_up(num_rows)
         with torch.inference_mode(False):  # so that it can be filled in any mode
-            return cls(num_rows, width, torch.zeros(numbers, dtype=torch.int32, device=device))
+            step = cls.unwritten(num_rows, width, device)
+            step.inputs.zero_()
+        return step
+
+    @classmethod
+    def unwritten(cls, num_rows: int, width: int, device: torch.device) -> "Step":
+        """One that launches fill, every number of it."""
+        numbers = _round_up(num_rows * width) + 3 * _round_up(num_rows)
+        return cls(num_rows, width, torch.empty(numbers, dtype=torch.int32, device=device))
 
     @cached_property
     def token_ids(self) -> Tensor:  # [B * W]

@@ -226,13 +226,18 @@ def test_gumbel_coupling_keeps_one_text(target: NativeTarget) -> None:
 @pytest.mark.parametrize("coupling", ["rejection", "gumbel"])
 def test_all_processors_with_penalty_counts(target: NativeTarget, coupling: str) -> None:
     law = Sampling(temperature=1.2, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.4, seed=1)
-    result = agree(target, ["few"], [("few", 1)], PROMPT, 3, law, coupling=coupling)
-    assert result.metrics[0].num_drafted
+    arms = [("lm", 2), ("few", 1)]
+    result = agree(target, ["lm", "few"], arms, PROMPT, 5, law, coupling=coupling)
+    drafts = [(r.drafter, r.num_drafted, r.num_accepted) for r in result.records[0]]
+    assert drafts[0] == ("lm", 2, 2)  # one law, one draw: the draft's own tokens are seen too
+    assert drafts[1][:2] == ("few", 1)
 
 
 def test_a_penalty_is_greedys_affair_too(target: NativeTarget) -> None:
     law = Sampling(repetition_penalty=3.0)
-    result = agree(target, ["other", "ngram"], [("other", 2), ("ngram", 2)], PROMPT, 8, law)
+    result = agree(target, ["lm", "ngram"], [("lm", 3), ("ngram", 2)], PROMPT, 8, law)
+    steps = [record for record in result.records[0] if record.drafter == "lm"]
+    assert all(record.num_accepted == record.num_drafted > 0 for record in steps)
     assert result.token_ids != generate(target, {}, None, PROMPT, 8).token_ids
 
 
