@@ -62,10 +62,12 @@ def collected() -> Iterator[list[Launch]]:
 def compile_all(launches: Sequence[Launch], device: torch.device, workers: int) -> int:
     """Compile what these launches need; how many kernels that were."""
     kinds = {one.kind(): one for one in launches}
+    index = torch.cuda.current_device() if device.type == "cuda" else None
+    index = index if device.index is None else device.index
 
     def compiled(one: Launch) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if index is not None:
+            torch.cuda.set_device(index)
         kernel = one.kernel.warmup(*one.args, grid=one.grid, **one.options)
         # Touched, so that its launcher is built and its code loaded here too.
         getattr(kernel, "run", None)
