@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.inputs import Inputs
+from kernels.launching import launch
 from kernels.race import TO_UNIT, Key
 from kernels.rows import Call, draft_length, row_logits, row_position
 from kernels.stats import row_statistics
@@ -92,14 +93,15 @@ def enqueue(inputs: Inputs, words: Tensor) -> tuple[Verification, Tensor]:
     ids = torch.empty(batch, rows, splits, dtype=torch.int32, device=device)
     verification = Verification.unwritten(batch, width, device)
     errors = torch.empty(batch, dtype=torch.int32, device=device)
-    race_kernel[call.grid](
-        *call.row_args, words, threshold, found, ids, *call.sizes, **call.blocks
+    launch(
+        race_kernel, call.grid, *call.row_args, words, threshold, found, ids,
+        *call.sizes, **call.blocks,
     )  # fmt: skip
     ids_ptr, lengths_ptr, _, temperature_ptr, _ = call.row_args[-5:]
-    finish_kernel[(batch,)](
-        ids_ptr, lengths_ptr, temperature_ptr, found, ids, verification.token_ids,
-        verification.num_accepted, verification.target_logprobs, verification.draft_logprobs,
-        errors, *call.sizes, **call.blocks,
+    launch(
+        finish_kernel, (batch,), ids_ptr, lengths_ptr, temperature_ptr, found, ids,
+        verification.token_ids, verification.num_accepted, verification.target_logprobs,
+        verification.draft_logprobs, errors, *call.sizes, **call.blocks,
     )  # fmt: skip
     return verification, errors
 

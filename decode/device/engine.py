@@ -205,6 +205,8 @@ class DeviceEngine:
             self._steps[shape] = DeviceStep(
                 plan, self.state, self.forward, self.target.vocab_size, model
             )
+            if self.state.device.type == "cuda":
+                self._steps[shape].prepare()
         return self._steps[shape]
 
     def _plan(self, row: DeviceRow, arm: Arm, shape: Shape) -> RowPlan:

@@ -70,6 +70,7 @@ class Arms:
         self.arms, self.by_row = arms, by_row
         self.records: list[StepRecord] = []
         self.heard: list[tuple[int, int]] = []  # (steps chosen, steps learnt) at every choice
+        self.offers: list[int] = []  # the largest at every choice
         self.opened = 0
 
     def open(self, request: Request) -> PolicySession:
@@ -85,6 +86,7 @@ class ArmsOfRow:
     def choose(self, offers: Mapping[str, int]) -> Choice:
         policy = self.policy
         policy.heard.append((self.chosen, self.learnt))
+        policy.offers.append(max(offers.values()))
         turn = self.first if policy.by_row else self.chosen
         self.chosen += 1
         name, wanted = policy.arms[turn % len(policy.arms)]
@@ -288,6 +290,8 @@ def test_the_host_queues_a_step_before_it_reads_the_one_before(target: NativeTar
     assert policy.heard[0] == (0, 0)
     assert all(learnt == max(chosen - 1, 0) for chosen, learnt in policy.heard)
     assert learnt[-1] > 0
+    # Every step emits a token at least, seen or not; the last one needs no draft.
+    assert all(offer <= max(6 - 1 - step, 0) for step, offer in enumerate(policy.offers))
     assert policy.records == result.records[0]
 
 
@@ -340,10 +344,10 @@ def test_the_context_ends() -> None:
 
 def test_a_drafters_context_ends_before_the_targets(target: NativeTarget) -> None:
     short = ModelDrafter(tiny(3, max_position_embeddings=7), VOCAB_SIZE)
-    ours, theirs = (
-        generate(target, {"short": short}, Arms(("short", 3)), PROMPT, 8, waits=waits)
-        for waits in (False, True)
-    )
+    policy = Arms(("short", 3))
+    ours = generate(target, {"short": short}, policy, PROMPT, 8)
+    theirs = generate(target, {"short": short}, Arms(("short", 3)), PROMPT, 8, waits=True)
+    assert policy.offers[0] == 3
     assert ours.token_ids == theirs.token_ids
     drafted = [[record.num_drafted for record in r.records[0]] for r in (ours, theirs)]
     assert drafted[0] == drafted[1]
@@ -466,6 +470,26 @@ def test_near_the_end_a_captured_step_that_is_too_large_will_do(target: NativeTa
     engine.graphs.captured = lambda shape: shape in shapes or None  # type: ignore
     assert decoder.generate([4, 5], 9).token_ids == generate(target, {}, None, [4, 5], 9).token_ids
     assert set(engine._steps) == shapes
+
+
+def test_what_a_step_launches_is_known_without_a_step(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(self: KernelForward, step: Any, only: Any = None, **_: Any) -> torch.Tensor:
+        count = step.num_rows * step.width if only is None else len(only)
+        return torch.zeros(count, len(self.weights.head.weight), device=DEVICE)
+
+    decoder = SpeculativeDecoder(target, pool("ngram", "few"), Arms(("few", 2), ("ngram", 2)))
+    engine = decoder._runner()
+    assert isinstance(engine, DeviceEngine)
+    wanted = decoder.generate(PROMPT, 6, Sampling(repetition_penalty=1.2)).token_ids
+    before = [tensor.clone() for tensor in engine.state.changes]
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelForward, "compute", nothing)
+        for step in engine._steps.values():
+            step.prepare()
+    assert all(map(torch.equal, engine.state.changes, before))
+    assert decoder.generate(PROMPT, 6, Sampling(repetition_penalty=1.2)).token_ids == wanted
 
 
 def test_seconds_are_those_of_the_steps(target: NativeTarget) -> None:
