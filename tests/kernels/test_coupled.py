@@ -66,9 +66,10 @@ def test_float32_noise_is_near_at_both_ends_of_the_unit_interval() -> None:
 
 def test_near_winners_are_told_apart_in_float64() -> None:
     """Every token of the row would arrive at the same time but for the rounding of its logit."""
-    e = arrivals(KEYS[0], PLACES[0], 300)
-    case = make_case(1, 1, 0, 300, device=DEVICE)
-    case.target_logits[0, 0] = e.log().float().to(DEVICE)
+    case = make_case(1, 4, 0, 1000, device=DEVICE)
+    for row in range(4):
+        e = arrivals(KEYS[row], PLACES[row], 1000)
+        case.target_logits[row, 0] = e.log().float().to(DEVICE)
     found, wanted = both(case)
     assert_same(found, wanted)
 
