@@ -23,12 +23,13 @@ import triton
 import triton.language as tl
 
 from kernels.accept import (
-    at_position,
     broken_parameters,
+    four_sums,
     gather_rows,
     log_or_minus_inf,
     lowest_best,
     prob_at_drafts,
+    two_sums,
 )
 from kernels.overlap import follow
 from kernels.rows import draft_length, position_logits
@@ -68,8 +69,10 @@ def final_laws(
 def crossing(mass, index, wanted, none):
     """First index whose cumulative mass exceeds `wanted`, else the last that has mass."""
     reached = (tl.cumsum(mass, axis=0) > wanted) & (mass > 0)
-    first = tl.min(tl.where(reached, index, none), axis=0)
-    return tl.where(first < none, first, tl.max(tl.where(mass > 0, index, 0), axis=0))
+    found = tl.min(tl.where(reached, index, none), axis=0)
+    if found == none:
+        found = tl.max(tl.where(mass > 0, index, 0), axis=0)
+    return found
 
 
 @triton.jit
@@ -91,7 +94,6 @@ def draw(
     tiles = tl.cdiv(V, TILE)
     t, lane = tl.arange(0, TILES), tl.arange(0, TILE)
     mass = tile_masses(partial_ptr, 0, b, batch, tiles, TILES)
-    whole = tl.sum(mass, axis=0)
     draft_whole = tl.full((), 1.0, tl.float64)
     from_residual = beyond
     if beyond:
@@ -99,13 +101,12 @@ def draw(
         above = tile_masses(partial_ptr, 2, b, batch, tiles, TILES)
         draft_above = tile_masses(partial_ptr, 3, b, batch, tiles, TILES)
         close = tile_masses(close_ptr, 0, b, batch, tiles, TILES)
-        draft_whole = tl.sum(draft_mass, axis=0)
+        whole, draft_whole = two_sums(mass, draft_mass)
         draft_whole = tl.where(draft_whole > 0, draft_whole, 1.0)
         above /= whole
         residual = above - draft_above / draft_whole
         residual = tl.where(residual > ROUNDING * above, residual, 0.0)
-        total = tl.sum(residual, axis=0)
-        in_doubt = tl.sum(tl.where(close > 0, draft_mass, 0.0), axis=0)
+        total, in_doubt = two_sums(residual, tl.where(close > 0, draft_mass, 0.0))
         if tl.abs(draft_whole / whole - 1.0) * in_doubt > DOUBT * total:
             for tile in range(0, tiles):
                 if tl.load(close_ptr + b.to(tl.int64) * tiles + tile, cache_modifier=".cg") > 0:
@@ -115,25 +116,30 @@ def draw(
                         ids_ptr, penalty_ptr, b, n, tile, V, K, scale, peak, lowest, shift,
                         draft_peak, draft_lowest, draft_shift, drawn, sure, TILE,
                     )  # fmt: skip
-                    again = tl.sum(tl.maximum(a / whole - q / draft_whole, 0.0), axis=0)
-                    residual = tl.where(t == tile, again, residual)
+                    r = tl.maximum(a * (1.0 / whole) - q * (1.0 / draft_whole), 0.0)
+                    residual = tl.where(t == tile, tl.sum(r, axis=0), residual)
             total = tl.sum(residual, axis=0)
         from_residual = total > NO_RESIDUAL
         mass = tl.where(from_residual, residual, mass)
-    wanted = u * tl.sum(mass, axis=0)
+        wanted = u * tl.where(from_residual, total, whole)
+    else:
+        whole = tl.sum(mass, axis=0)
+        wanted = u * whole
     chosen = crossing(mass, t, wanted, TILES)
+    before = tl.sum(tl.where(t < chosen, mass, 0.0), axis=0)
     a, q = final_laws(
         target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
         counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, chosen, V, K, scale,
         peak, lowest, shift, draft_peak, draft_lowest, draft_shift, drawn, sure, TILE,
     )  # fmt: skip
-    p = a / whole
-    q = q / draft_whole
+    p = a * (1.0 / whole)
+    q = q * (1.0 / draft_whole)
     r = tl.where(from_residual, tl.maximum(p - q, 0.0), a)
-    before = tl.sum(tl.where(t < chosen, mass, 0.0), axis=0)
     number = crossing(r, lane, wanted - before, TILE)
-    its_q = tl.where(beyond, at_position(q, lane, number), 1.0)  # no draft at a bonus token
-    return (chosen * TILE + number).to(tl.int64), at_position(p, lane, number), its_q
+    here = lane == number
+    its_p, its_q = two_sums(tl.where(here, p, 0.0), tl.where(here, q, 0.0))
+    its_q = tl.where(beyond, its_q, 1.0)  # no draft at a bonus token
+    return (chosen * TILE + number).to(tl.int64), its_p, its_q
 
 
 @triton.jit
@@ -167,6 +173,7 @@ def resolve_kernel(
         max_ptr, sum_ptr, kept_ptr, b * rows, used, S, scale, POSITIONS, SPLITS
     )
     uniforms = tl.load(uniforms_ptr + b * (K + 1) + i, mask=i <= K, other=0.0).to(tl.float64)
+    last_uniform = tl.load(uniforms_ptr + b * (K + 1) + K).to(tl.float64)
     bad = (i < length) & ((ids < 0) | (ids >= V))
     bad = bad | (used & (tl.abs(peak) == float("inf")))
     bad = bad | (uniforms < 0) | (uniforms >= 1) | (uniforms != uniforms)
@@ -226,12 +233,17 @@ def resolve_kernel(
         sure = tl.where(
             beyond & (one_hot != 0), tl.load(ids_ptr + b * K + n, mask=beyond, other=-1), -1
         )
-        n_peak = at_position(peak, i, n)
+        here = i == n
+        n_peak, n_total, draft_n_peak, draft_n_total = four_sums(
+            tl.where(here, peak, 0.0).to(tl.float64),
+            tl.where(here, total, 0.0),
+            tl.where(here, draft_peak, 0.0).to(tl.float64),
+            tl.where(here, draft_total, 0.0),
+        )
         n_lowest = lowest_of(n_peak, temperature, threshold)
-        shift = tl.log2(at_position(total, i, n))
-        draft_n_peak = at_position(draft_peak, i, n)
+        shift = tl.log2(n_total)
         draft_lowest = lowest_of(draft_n_peak, temperature, draft_threshold)
-        draft_shift = tl.log2(at_position(draft_total, i, n))
+        draft_shift = tl.log2(draft_n_total)
         planes = batch.to(tl.int64) * tiles
         if not greedy:
             for tile in range(part, tiles, parts):
@@ -269,10 +281,9 @@ def resolve_kernel(
                 drawn_id, its_p, its_q = draw(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
                     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, partial_ptr, close_ptr,
-                    b, batch, n, beyond, at_position(uniforms, i, K), V, K, scale, n_peak, n_lowest,
+                    b, batch, n, beyond, last_uniform, V, K, scale, n_peak, n_lowest,
                     shift, draft_n_peak, draft_lowest, draft_shift, drawn, sure, TILE, TILES,
                 )  # fmt: skip
-                here = i == n
                 token = tl.where(here, drawn_id, token)
                 log_p = tl.where(here, log_or_minus_inf(its_p), log_p)
                 log_q = tl.where(here, log_or_minus_inf(its_q), log_q)

@@ -135,14 +135,10 @@ def logit_at(
     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, token, V, K,
 ):  # fmt: skip
     """Penalised logit of one token; -inf where there is no such token."""
-    offsets = tl.where((token >= 0) & (token < V), token.to(tl.int64), V)
-    return tl.max(
-        row_logits(
-            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-            offsets + tl.zeros((1,), tl.int64), V, K,
-        ),
-        axis=0,
+    return row_logits(
+        target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+        counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
+        tl.where((token >= 0) & (token < V), token.to(tl.int64), V), V, K,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from kernels.rows import Call, Rules, logit_at, row_logits, row_position
 from kernels.weights import LOG2_E, lowest_of, powers_of, weights
 
 GROUP = 64  # tokens whose maximum truncation looks at
+EAGER_ROWS = 2  # batches where waiting costs more than reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
     launch(
         stats_kernel, call.grid, *call.row_args, rules.top_k, rules.top_p, maxima, found.best, sums,
         found.drafted, groups, found.arrived, *call.sizes,
-        GROUP=group, **call.blocks, **options(device),
+        GROUP=group, EAGER=batch <= EAGER_ROWS, **call.blocks, **options(device),
     )  # fmt: skip
     return found
 
@@ -75,9 +76,12 @@ def stats_kernel(
     top_k_ptr, top_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, groups_ptr, arrived_ptr,
     V, K, S,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    EAGER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of weights of one (split, row); greedy rows: maximum and its lowest id.
+
+    EAGER programs ask for their logits before they know whether the row is in use: an unused row is
+    read for nothing, and one in use without waiting.
 
     A split that holds NaN or +inf has a maximum of +inf. Split 0 of a row also notes the logit of
     its draft. Rows that truncation will cut note the maximum of every GROUP tokens, and their sums
@@ -88,6 +92,13 @@ def stats_kernel(
     split, row, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if (split == 0) & (row == 0):
         tl.store(arrived_ptr + b, 0)
+    offsets = split * BLOCK + tl.arange(0, BLOCK)
+    if EAGER:
+        x = row_logits(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row,
+            tl.where(row <= K, row, row - K - 1), offsets, V, K,
+        )  # fmt: skip
     position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
     if position >= 0:
         # Asked for first and used last, so that nothing waits for it.
@@ -96,11 +107,12 @@ def stats_kernel(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
             counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, token, V, K,
         )  # fmt: skip
-        offsets = split * BLOCK + tl.arange(0, BLOCK)
-        x = row_logits(
-            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets, V, K,
-        )  # fmt: skip
+        if not EAGER:
+            x = row_logits(
+                target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+                counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets,
+                V, K,
+            )  # fmt: skip
         cell = (b * tl.num_programs(1) + row).to(tl.int64)
         at = cell * S + split
         temperature = tl.load(temperature_ptr + b).to(tl.float64)

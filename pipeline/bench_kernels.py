@@ -343,9 +343,9 @@ def verification_parts(out: Path, asked: list[str]) -> None:
         start = time.perf_counter()
         found = getattr(bench, name)()
         (out / f"{name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-        say = {"headline": bench.lines, "sweep": bench.best_lines}.get(name)
-        shown = [str(found)] if say is None else say(found)
-        log.info("%s, %.0f s\n%s", name, time.perf_counter() - start, "\n".join(shown))
+        log.info(
+            "%s, %.0f s\n%s", name, time.perf_counter() - start, "\n".join(bench.said(name, found))
+        )
 
 
 if __name__ == "__main__":

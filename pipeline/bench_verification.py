@@ -227,3 +227,10 @@ def best_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
     for row in sorted(rows, key=place):
         yield " ".join(f"{name}={value}" for name, value in row.items())
+
+
+def said(name: str, found: Any) -> list[str]:
+    """What a part found, for people."""
+    if name == "headline":
+        return list(lines(found))
+    return list(best_lines(found)) if name == "sweep" else [str(found)]
