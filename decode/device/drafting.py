@@ -12,8 +12,9 @@ from decode.device.plan import Plan
 from decode.device.state import DeviceState
 from decode.native.kernel_forward import ALIGNED, Step
 from kernels.coupled import enqueue as race
+from kernels.drafts import catch_up, take
 from kernels.inputs import Inputs
-from kernels.step import Drafting, catch_up, take
+from kernels.step import Drafting
 from kernels.verify import enqueue as draw
 
 

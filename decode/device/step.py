@@ -11,9 +11,10 @@ from decode.device.plan import Plan
 from decode.device.state import DONE, DRAFTED, START, DeviceState
 from decode.native.kernel_forward import KernelForward, Step
 from kernels.coupled import enqueue as race
+from kernels.drafts import keep_found
 from kernels.inputs import Inputs
 from kernels.launching import collected, compile_all
-from kernels.step import MODEL, NUM_FIELDS, Drafting, advance, begin, keep_found, present
+from kernels.step import MODEL, NUM_FIELDS, Drafting, advance, begin, present
 from kernels.types import Verification
 from kernels.verify import enqueue as verify
 

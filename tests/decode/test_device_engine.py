@@ -406,7 +406,7 @@ def test_caches_that_grow_leave_no_step_behind(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(engine, DeviceEngine)
     cleared: list[int] = []
     monkeypatch.setattr(
-        engine.graphs, "clear", lambda: cleared.append(engine.state.slots.token_ids.shape[1])
+        engine.steps.graphs, "clear", lambda: cleared.append(engine.state.slots.token_ids.shape[1])
     )
     assert [decoder.generate(prompt, 14).token_ids[0] for prompt in prompts] == wanted
     assert target.kernel_forward.cache.capacity == 256
@@ -471,10 +471,10 @@ def test_near_the_end_a_captured_step_that_is_too_large_will_do(
     engine = decoder._runner()
     assert isinstance(engine, DeviceEngine)
     decoder.generate(PROMPT, 9)
-    large = {shape for shape in engine._steps if shape.model_drafts == 3}
-    used, whole = set(), engine._step
-    monkeypatch.setattr(engine.graphs, "captured", lambda shape: shape in large or None)
-    monkeypatch.setattr(engine, "_step", lambda shape: used.add(shape) or whole(shape))
+    large = {shape for shape in engine.steps.by_shape if shape.model_drafts == 3}
+    used, whole = set(), engine.steps._step
+    monkeypatch.setattr(engine.steps.graphs, "captured", lambda shape: shape in large or None)
+    monkeypatch.setattr(engine.steps, "_step", lambda shape: used.add(shape) or whole(shape))
     wanted = generate(target, {}, None, [4, 5], 9).token_ids
     assert decoder.generate([4, 5], 9).token_ids == wanted
     assert used <= large
@@ -494,7 +494,7 @@ def test_what_a_step_launches_is_known_without_a_step(
     before = [tensor.clone() for tensor in engine.state.changes]
     with monkeypatch.context() as patch:
         patch.setattr(KernelForward, "compute", nothing)
-        for step in engine._steps.values():
+        for step in engine.steps.by_shape.values():
             step.prepare()
     assert all(map(torch.equal, engine.state.changes, before))
     assert decoder.generate(PROMPT, 6, Sampling(repetition_penalty=1.2)).token_ids == wanted
