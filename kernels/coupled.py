@@ -10,8 +10,9 @@ place t, as far as truncation keeps them,
   2. finish  per sequence: the best of all splits at every position; drafts are kept while they are
              it
 
-in float64 but for z itself. Splits follow from V alone, so a row's result never depends on the
-batch.
+Scores are those of float64. float32 finds who can have won at all, which is one token but for a
+few splits in ten thousand; it alone is scored in float64, or else all are. Splits follow from V
+alone, so a row's result never depends on the batch.
 """
 
 import torch
@@ -20,17 +21,30 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.inputs import Inputs
+from kernels.launching import launch
 from kernels.race import TO_UNIT, Key
 from kernels.rows import Call, draft_length, row_logits, row_position
-from kernels.stats import row_statistics
+from kernels.stats import row_statistics, single_sum
 from kernels.truncate import truncate
 from kernels.types import Verification
-from kernels.verify import check_for_kernel, launch_arguments, raise_for, truncation_rules
+from kernels.verify import (
+    EVERYTHING,
+    Uses,
+    check_for_kernel,
+    launch_arguments,
+    raise_for,
+    truncation_rules,
+)
 
 ROUNDS = tl.constexpr(10)
 UNIT = tl.constexpr(TO_UNIT)
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)  # Philox 4x64 (Salmon et al. 2011, table 2)
 WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+RACE_BLOCK, RACE_WARPS = 2048, 4  # tokens of a split, at most, and the warps that share them
+# Scores in float32 are off by less: 2^-22 of e, a few 2^-24 of the score.
+MARGIN, RELATIVE_MARGIN = tl.constexpr(1e-4), tl.constexpr(1e-6)
+STEEPEST = tl.constexpr(1e30)  # 1 / T in float32, at most
+
 M0, M1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 W0, W1 = tl.constexpr(WEYL[0]), tl.constexpr(WEYL[1])
 
@@ -50,21 +64,52 @@ def couple(
     seen_token_counts: Tensor | None = None,  # [B, V]; None: nothing was seen before the draft
 ) -> Verification:
     """The tokens that each row keeps; the contract of kernels.coupled_reference.couple."""
+    words = key_words(keys, places).to(target_logits.device, non_blocking=True)
+    return couple_words(
+        target_logits,
+        draft_token_ids,
+        words,
+        temperature=temperature,
+        num_draft_tokens=num_draft_tokens,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seen_token_counts=seen_token_counts,
+    )
+
+
+def couple_words(
+    target_logits: Tensor,  # [B, K + 1, V] raw bfloat16, float16 or float32; any strides
+    draft_token_ids: Tensor,  # [B, K]; the first -1 ends a row's draft
+    words: Tensor,  # [B, 3] int64 on the device: keys and places, as key_words has them
+    *,
+    temperature: Tensor,  # [B]; 0: greedy
+    num_draft_tokens: Tensor | None = None,  # [B]; K
+    top_k: Tensor | None = None,  # [B]
+    top_p: Tensor | None = None,  # [B]
+    min_p: Tensor | None = None,  # [B]
+    repetition_penalty: Tensor | None = None,  # [B]
+    seen_token_counts: Tensor | None = None,  # [B, V]; None: nothing was seen before the draft
+    check: bool = True,
+    uses: Uses = EVERYTHING,
+) -> Verification:
+    """`couple` with its chance on the device; `check` and `uses` as in kernels.verify."""
     inputs = Inputs.of_target(
         target_logits,
         draft_token_ids,
         temperature,
         num_draft_tokens,
-        top_k,
-        top_p,
-        min_p,
-        repetition_penalty,
+        top_k if uses.top_k else None,
+        top_p if uses.top_p else None,
+        min_p if uses.min_p else None,
+        repetition_penalty if uses.repetition_penalty else None,
         seen_token_counts,
     )
     check_for_kernel(inputs)
-    words = key_words(keys, places).to(target_logits.device, non_blocking=True)
     verification, errors = enqueue(inputs, words)
-    raise_for(inputs, errors)
+    if check:
+        raise_for(inputs, errors)
     return verification
 
 
@@ -82,24 +127,35 @@ def enqueue(inputs: Inputs, words: Tensor) -> tuple[Verification, Tensor]:
     call: Call = launch_arguments(inputs)
     batch, width = inputs.uniforms.shape
     device = inputs.target_logits.device
-    splits, rows, _ = call.grid
+    _, rows, _ = call.grid
     threshold = None
     rules = truncation_rules(inputs)
     if rules.any() and not call.greedy:
         threshold = truncate(call, row_statistics(call, device, rules), rules).thresholds
+    vocab, num_draft, _ = call.sizes
+    block = min(RACE_BLOCK, call.blocks["BLOCK"])
+    splits = triton.cdiv(vocab, block)
+    sizes = (vocab, num_draft, splits)
+    blocks = {
+        "POSITIONS": call.blocks["POSITIONS"],
+        "SPLITS": triton.next_power_of_2(splits),
+        "BLOCK": block,
+        "num_warps": RACE_WARPS,
+    }
     # Score, logit, largest logit and its sum of weights; -inf and 0 where nothing is kept.
     found = torch.empty(4, batch, rows, splits, dtype=torch.float64, device=device)
     ids = torch.empty(batch, rows, splits, dtype=torch.int32, device=device)
     verification = Verification.unwritten(batch, width, device)
     errors = torch.empty(batch, dtype=torch.int32, device=device)
-    race_kernel[call.grid](
-        *call.row_args, words, threshold, found, ids, *call.sizes, **call.blocks
+    launch(
+        race_kernel, (splits, rows, batch), *call.row_args, words, threshold, found, ids, *sizes,
+        **blocks,
     )  # fmt: skip
     ids_ptr, lengths_ptr, _, temperature_ptr, _ = call.row_args[-5:]
-    finish_kernel[(batch,)](
-        ids_ptr, lengths_ptr, temperature_ptr, found, ids, verification.token_ids,
-        verification.num_accepted, verification.target_logprobs, verification.draft_logprobs,
-        errors, *call.sizes, **call.blocks,
+    launch(
+        finish_kernel, (batch,), ids_ptr, lengths_ptr, temperature_ptr, found, ids,
+        verification.token_ids, verification.num_accepted, verification.target_logprobs,
+        verification.draft_logprobs, errors, *sizes, **blocks,
     )  # fmt: skip
     return verification, errors
 
@@ -126,14 +182,28 @@ def exponential(word):
 
 
 @triton.jit
-def arrivals(split, place, key0, key1, BLOCK: tl.constexpr):
-    """e of the BLOCK tokens of a split, in float64."""
+def random_words(split, place, key0, key1, BLOCK: tl.constexpr):
+    """A word of 64 bits for each of the BLOCK tokens of a split."""
     first = split.to(tl.int64) * (BLOCK // 4) + 1
     block = (first + tl.arange(0, BLOCK // 4)).to(tl.uint64)
     a, b, c, d = philox(block, place, key0, key1)
-    even = tl.interleave(exponential(a), exponential(c))
-    odd = tl.interleave(exponential(b), exponential(d))
-    return tl.interleave(even, odd)
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+
+
+@triton.jit
+def arrivals(split, place, key0, key1, BLOCK: tl.constexpr):
+    """e of the BLOCK tokens of a split, in float64."""
+    return exponential(random_words(split, place, key0, key1, BLOCK))
+
+
+@triton.jit
+def nearly_arrivals(words):
+    """e in float32, relative error below 2^-17 everywhere: u and 1 - u are exact integers first."""
+    whole = (words >> 11).to(tl.int64)
+    u = whole.to(tl.float32) * UNIT
+    rest = (9007199254740992 - whole).to(tl.float32) * UNIT
+    small = u * (1.0 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * 0.2))))
+    return tl.where(u < 0.0625, small, -tl.log(rest))
 
 
 @triton.jit
@@ -159,22 +229,36 @@ def race_kernel(
         if threshold_ptr is not None:
             lowest = tl.load(threshold_ptr + cell)  # a greedy row has none
             kept = kept & (x >= tl.where(temperature == 0, -float("inf"), lowest))
-        z = tl.where(kept, x, 0.0).to(tl.float64)
-        score = z
+        x = tl.where(kept, x, -float("inf"))
+        peak = tl.max(x, axis=0)
+        best = peak.to(tl.float64)
+        near = kept & (x == peak)
+        total = tl.full((), 1.0, tl.float64)
         if temperature != 0:
             key0 = tl.load(words_ptr + 3 * b).to(tl.uint64, bitcast=True)
             key1 = tl.load(words_ptr + 3 * b + 1).to(tl.uint64, bitcast=True)
-            place = tl.load(words_ptr + 3 * b + 2) + position
-            e = arrivals(split, place.to(tl.uint64), key0, key1, BLOCK)
-            score = z / temperature - tl.log(e)
-        score = tl.where(kept, score, -float("inf"))
-        best = tl.max(score, axis=0)
-        token = tl.min(tl.where(kept & (score == best), offsets, V), axis=0)
-        peak = tl.max(tl.where(kept, z, -float("inf")), axis=0)
-        scale = tl.where(temperature == 0, 1.0, temperature)
-        behind = tl.where(kept, z - peak, 0.0) / scale
-        total = tl.sum(tl.where(kept, tl.exp(behind), 0.0), axis=0)
-        logit = tl.max(tl.where(offsets == token, z, -float("inf")), axis=0)
+            place = (tl.load(words_ptr + 3 * b + 2) + position).to(tl.uint64)
+            words = random_words(split, place, key0, key1, BLOCK)
+            steep = tl.minimum(1.0 / temperature, STEEPEST).to(tl.float32)
+            nearly = x * steep - tl.log(nearly_arrivals(words))
+            nearly = tl.where(kept, nearly, -float("inf"))
+            first = tl.max(nearly, axis=0)
+            margin = MARGIN + RELATIVE_MARGIN * tl.abs(first)
+            near = kept & (nearly >= first - margin)
+            if tl.sum(near.to(tl.int32), axis=0) == 1:
+                word = tl.sum(tl.where(near, words.to(tl.int64, bitcast=True), 0), axis=0)
+                e = exponential(word.to(tl.uint64, bitcast=True))
+                logit = tl.max(tl.where(near, x, -float("inf")), axis=0).to(tl.float64)
+                best = logit / temperature - tl.log(e)
+            else:
+                z = tl.where(kept, x, 0.0).to(tl.float64)
+                score = z / temperature - tl.log(exponential(words))
+                score = tl.where(kept, score, -float("inf"))
+                best = tl.max(score, axis=0)
+                near = kept & (score == best)
+            total = single_sum(x, peak, temperature)
+        token = tl.min(tl.where(near, offsets, V), axis=0)
+        logit = tl.max(tl.where(offsets == token, x, -float("inf")), axis=0).to(tl.float64)
         at = cell.to(tl.int64) * S + split
         stride = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * S
         tl.store(found_ptr + at, tl.where(bad, float("nan"), best))

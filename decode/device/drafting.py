@@ -12,8 +12,9 @@ from decode.device.plan import Plan
 from decode.device.state import DeviceState
 from decode.native.kernel_forward import ALIGNED, Step
 from kernels.coupled import enqueue as race
+from kernels.drafts import catch_up, take
 from kernels.inputs import Inputs
-from kernels.step import Drafting, catch_up, take
+from kernels.step import Drafting
 from kernels.verify import enqueue as draw
 
 
@@ -35,7 +36,7 @@ class ModelDrafting:
         rows, device = shape.num_rows, self._state.device
         wanted = torch.empty(rows, dtype=torch.int32, device=device)
         first = Step.unwritten(rows, shape.catch_up, device)
-        last = torch.empty(rows, dtype=torch.int64, device=device)
+        last = torch.zeros(rows, dtype=torch.int64, device=device)  # places, even unwritten
         # Where no row drafts, as when lookups found something for all, weights are not read.
         depths = torch.zeros(shape.model_drafts, ALIGNED, dtype=torch.int32, device=device)
         limit = min(self._model.max_context, forward.architecture.max_context)

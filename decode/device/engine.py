@@ -15,12 +15,11 @@ from decode.clock import Clock
 from decode.device.arms import Arm, choose_arms
 from decode.device.members import Members
 from decode.device.parts import DeviceParts
-from decode.device.plan import Plan, RowPlan, Rules, Shape
+from decode.device.plan import RowPlan, Rules, Shape
 from decode.device.records import RowResult, draft_shares, make_record, row_results, step_seconds
 from decode.device.rows import DeviceRow, QueuedStep, RowStep
 from decode.device.state import READING, DeviceState
-from decode.device.step import DeviceStep
-from decode.native.graphs import Graphs
+from decode.device.steps import Steps
 from decode.native.kernel_forward import BATCHES, WIDTHS, bucket
 from decode.native.static_cache import StaticRow
 from decode.native.target import NativeTarget
@@ -62,10 +61,9 @@ class DeviceEngine:
             len(self.members.models),
             clock,
         )
-        self.graphs = Graphs(self.state.device)
-        self._steps: dict[Shape, DeviceStep] = {}
+        models = self.members.models
+        self.steps = Steps(self.state, self.forward, target.vocab_size, models)
         self._under_way: deque[QueuedStep] = deque()
-        self._versions: tuple[int, ...] = ()
         self._ended: int | None = None  # when the last step that was taken in had ended
 
     def serves(self, parts: Mapping[str, DeviceParts]) -> bool:
@@ -109,16 +107,10 @@ class DeviceEngine:
         arms = choose_arms(rows, self.pool, self.members)
         self._make_room(rows, arms)
         read_ahead = self._read_ahead(rows, arms)
-        self._see_moves()
-        shape = self._captured(self._shape(rows, arms), rows)
-        step = self._step(shape)
-        step.plan.fill([self._plan(row, arm, shape) for row, arm in zip(rows, arms, strict=True)])
-        records = self.graphs.run(shape, step.compute, changes=self.state.changes)
-        host = torch.empty(records.shape, dtype=records.dtype, pin_memory=records.is_cuda)
-        host.copy_(records, non_blocking=True)
-        event = torch.cuda.Event() if records.is_cuda else None
-        if event is not None:
-            event.record()
+        ending = all(row.most_draft_tokens < MAX_DRAFT_TOKENS for row in rows)
+        shape = self.steps.fitting(self._shape(rows, arms), ending)
+        plans = [self._plan(row, arm, shape) for row, arm in zip(rows, arms, strict=True)]
+        arrival = self.steps.queue(shape, plans)
         steps = []
         for row, arm in zip(rows, arms, strict=True):
             steps.append(RowStep(arm.choice, arm.limit, arm.model, arm.lookup is not None))
@@ -126,7 +118,7 @@ class DeviceEngine:
             row.num_queued += 1
         continues = bool(self._under_way)
         self._under_way.append(
-            QueuedStep(rows, steps, shape.most_drafts, continues, read_ahead, host, event)
+            QueuedStep(rows, steps, shape.most_drafts, continues, read_ahead, arrival)
         )
 
     def _make_room(self, rows: Sequence[DeviceRow], arms: Sequence[Arm]) -> None:
@@ -175,38 +167,6 @@ class DeviceEngine:
             rules=Rules.of([row.request.sampling for row in rows], self.gumbel),
         )
 
-    def _see_moves(self) -> None:
-        """Forget whatever was captured where something has moved since."""
-        forwards = [self.forward, *(model.forward for model in self.members.models)]
-        for forward in forwards:
-            forward.refresh()
-        versions = (self.state.version, *(forward.cache.version for forward in forwards))
-        if versions != self._versions:
-            self.graphs.clear()
-            self._versions = versions
-
-    def _captured(self, shape: Shape, rows: Sequence[DeviceRow]) -> Shape:
-        """The shape, or near the end of all texts a captured one that holds it.
-
-        There drafts get shorter with every step, and a graph takes longer to capture than the last
-        steps take in one that is too large.
-        """
-        ending = all(row.most_draft_tokens < MAX_DRAFT_TOKENS for row in rows)
-        if not ending or self.graphs.captured(shape):
-            return shape
-        known = [one for one in self._steps if self.graphs.captured(one) and one.holds(shape)]
-        return min(known, key=lambda s: (s.model_drafts, s.most_drafts, s.catch_up), default=shape)
-
-    def _step(self, shape: Shape) -> DeviceStep:
-        """The step of that shape."""
-        if shape not in self._steps:
-            model = None if shape.model is None else self.members.models[shape.model]
-            plan = Plan.new(shape, self.state.device)
-            self._steps[shape] = DeviceStep(
-                plan, self.state, self.forward, self.target.vocab_size, model
-            )
-        return self._steps[shape]
-
     def _plan(self, row: DeviceRow, arm: Arm, shape: Shape) -> RowPlan:
         law, request_id = row.request.sampling, row.request.request_id
         by_chance = not law.greedy and not self.gumbel
@@ -231,7 +191,7 @@ class DeviceEngine:
 
     def _take_in(self, step: QueuedStep) -> None:
         """Give each row what a step emitted, and its policy the record."""
-        numbers = step.wait()
+        numbers = step.arrival.wait()
         results = row_results(step, numbers)
         seconds, self._ended = step_seconds(step, numbers, results, self._ended)
         count, shares = len(step.rows), draft_shares(step.steps, seconds.draft)

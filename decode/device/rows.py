@@ -3,9 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
+from decode.device.steps import Arrival
 from decode.native.static_cache import StaticRow
 from decode.noise import Noise
 from decode.stopping import Stopper
@@ -73,18 +71,11 @@ class DeviceRow:
 
 @dataclass(frozen=True, eq=False)
 class QueuedStep:
-    """A step under way, and where its records arrive."""
+    """A step under way."""
 
     rows: list[DeviceRow]
     steps: list[RowStep]
     num_drafts: int  # K, columns of the draft
     continues: bool  # the device was busy with the step before when this one was queued
     read_ahead: bool  # a model read old tokens first
-    records: Tensor  # on the host
-    event: torch.cuda.Event | None
-
-    def wait(self) -> list[int]:
-        """The records' numbers, once they are here."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.records.tolist()
+    arrival: Arrival

@@ -1,5 +1,7 @@
 """One step: look up, draft, score, verify, advance; every launch of it, captured as one graph."""
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,10 @@ from decode.device.plan import Plan
 from decode.device.state import DONE, DRAFTED, START, DeviceState
 from decode.native.kernel_forward import KernelForward, Step
 from kernels.coupled import enqueue as race
+from kernels.drafts import keep_found
 from kernels.inputs import Inputs
-from kernels.step import MODEL, NUM_FIELDS, Drafting, advance, begin, keep_found, present
+from kernels.launching import collected, compile_all
+from kernels.step import MODEL, NUM_FIELDS, Drafting, advance, begin, present
 from kernels.types import Verification
 from kernels.verify import enqueue as verify
 
@@ -28,6 +32,12 @@ class DeviceStep:
     ) -> None:
         self.plan, self.state = plan, state
         self._target, self._vocab_size, self._model = target, vocab_size, model
+
+    def prepare(self) -> None:
+        """Compile, on every core, what the step launches."""
+        with collected() as launches:
+            self.compute()
+        compile_all(launches, self.state.device, os.cpu_count() or 1)
 
     def compute(self) -> Tensor:
         """Records [B * (NUM_FIELDS + K + 1)] int64 row after row, then the step's moments [4]."""

@@ -70,6 +70,7 @@ class Arms:
         self.arms, self.by_row = arms, by_row
         self.records: list[StepRecord] = []
         self.heard: list[tuple[int, int]] = []  # (steps chosen, steps learnt) at every choice
+        self.offers: list[int] = []  # the largest at every choice
         self.opened = 0
 
     def open(self, request: Request) -> PolicySession:
@@ -85,6 +86,7 @@ class ArmsOfRow:
     def choose(self, offers: Mapping[str, int]) -> Choice:
         policy = self.policy
         policy.heard.append((self.chosen, self.learnt))
+        policy.offers.append(max(offers.values()))
         turn = self.first if policy.by_row else self.chosen
         self.chosen += 1
         name, wanted = policy.arms[turn % len(policy.arms)]
@@ -279,6 +281,9 @@ def test_one_pass_of_the_target_a_step_whatever_the_batch(
     result = generate(target, pool("lm"), Arms(("lm", 2)), PROMPTS, 6)
     longest = max(len(records) for records in result.records)
     assert longest <= len(passes) <= longest + 1  # one may have been queued past an unseen end
+    passes.clear()
+    generate(target, {}, None, PROMPTS, 4)
+    assert len(passes) == 4  # an end that can be foreseen
 
 
 def test_the_host_queues_a_step_before_it_reads_the_one_before(target: NativeTarget) -> None:
@@ -288,6 +293,8 @@ def test_the_host_queues_a_step_before_it_reads_the_one_before(target: NativeTar
     assert policy.heard[0] == (0, 0)
     assert all(learnt == max(chosen - 1, 0) for chosen, learnt in policy.heard)
     assert learnt[-1] > 0
+    # Every step emits a token at least, seen or not; the last one needs no draft.
+    assert all(offer <= max(6 - 1 - step, 0) for step, offer in enumerate(policy.offers))
     assert policy.records == result.records[0]
 
 
@@ -340,10 +347,10 @@ def test_the_context_ends() -> None:
 
 def test_a_drafters_context_ends_before_the_targets(target: NativeTarget) -> None:
     short = ModelDrafter(tiny(3, max_position_embeddings=7), VOCAB_SIZE)
-    ours, theirs = (
-        generate(target, {"short": short}, Arms(("short", 3)), PROMPT, 8, waits=waits)
-        for waits in (False, True)
-    )
+    policy = Arms(("short", 3))
+    ours = generate(target, {"short": short}, policy, PROMPT, 8)
+    theirs = generate(target, {"short": short}, Arms(("short", 3)), PROMPT, 8, waits=True)
+    assert policy.offers[0] == 3
     assert ours.token_ids == theirs.token_ids
     drafted = [[record.num_drafted for record in r.records[0]] for r in (ours, theirs)]
     assert drafted[0] == drafted[1]
@@ -399,7 +406,7 @@ def test_caches_that_grow_leave_no_step_behind(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(engine, DeviceEngine)
     cleared: list[int] = []
     monkeypatch.setattr(
-        engine.graphs, "clear", lambda: cleared.append(engine.state.slots.token_ids.shape[1])
+        engine.steps.graphs, "clear", lambda: cleared.append(engine.state.slots.token_ids.shape[1])
     )
     assert [decoder.generate(prompt, 14).token_ids[0] for prompt in prompts] == wanted
     assert target.kernel_forward.cache.capacity == 256
@@ -457,15 +464,40 @@ def test_a_drafter_of_the_host_takes_the_loop(
     assert caplog.text.count("ngram cannot draft on the device") == 1
 
 
-def test_near_the_end_a_captured_step_that_is_too_large_will_do(target: NativeTarget) -> None:
+def test_near_the_end_a_captured_step_that_is_too_large_will_do(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = SpeculativeDecoder(target, pool("lm"), Arms(("lm", 3)))
     engine = decoder._runner()
     assert isinstance(engine, DeviceEngine)
-    decoder.generate(PROMPT, 30)
-    shapes = set(engine._steps)
-    engine.graphs.captured = lambda shape: shape in shapes or None  # type: ignore
-    assert decoder.generate([4, 5], 9).token_ids == generate(target, {}, None, [4, 5], 9).token_ids
-    assert set(engine._steps) == shapes
+    decoder.generate(PROMPT, 9)
+    large = {shape for shape in engine.steps.by_shape if shape.model_drafts == 3}
+    used, whole = set(), engine.steps._step
+    monkeypatch.setattr(engine.steps.graphs, "captured", lambda shape: shape in large or None)
+    monkeypatch.setattr(engine.steps, "_step", lambda shape: used.add(shape) or whole(shape))
+    wanted = generate(target, {}, None, [4, 5], 9).token_ids
+    assert decoder.generate([4, 5], 9).token_ids == wanted
+    assert used <= large
+
+
+def test_what_a_step_launches_is_known_without_a_step(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(self: KernelForward, step: Any, only: Any = None, **_: Any) -> torch.Tensor:
+        count = step.num_rows * step.width if only is None else len(only)
+        return torch.zeros(count, len(self.weights.head.weight), device=DEVICE)
+
+    decoder = SpeculativeDecoder(target, pool("ngram", "few"), Arms(("few", 2), ("ngram", 2)))
+    engine = decoder._runner()
+    assert isinstance(engine, DeviceEngine)
+    wanted = decoder.generate(PROMPT, 6, Sampling(repetition_penalty=1.2)).token_ids
+    before = [tensor.clone() for tensor in engine.state.changes]
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelForward, "compute", nothing)
+        for step in engine.steps.by_shape.values():
+            step.prepare()
+    assert all(map(torch.equal, engine.state.changes, before))
+    assert decoder.generate(PROMPT, 6, Sampling(repetition_penalty=1.2)).token_ids == wanted
 
 
 def test_seconds_are_those_of_the_steps(target: NativeTarget) -> None:

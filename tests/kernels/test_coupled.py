@@ -44,6 +44,36 @@ def test_noise_is_that_of_the_host(number: int) -> None:
     torch.testing.assert_close(out.cpu(), arrivals(key, place, 3 * 64), rtol=1e-12, atol=0)
 
 
+@triton.jit
+def nearly_kernel(words_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, BLOCK)
+    words = tl.load(words_ptr + at).to(tl.uint64, bitcast=True)
+    tl.store(out_ptr + at, coupled.nearly_arrivals(words))
+
+
+def test_float32_noise_is_near_at_both_ends_of_the_unit_interval() -> None:
+    """Smallest numbers decide; the largest must not vanish, or a sure token would lose."""
+    numbers = [1, 2, 3, 2**20, 2**45, 2**49, 2**49 - 1, 2**52, 2**53 - 2**30, 2**53 - 2, 2**53 - 1]
+    words = torch.tensor(
+        [n << 11 if n < 2**52 else (n << 11) - 2**64 for n in numbers] + [2047] * 5
+    )
+    out = torch.empty(16, device=DEVICE)
+    nearly_kernel[(1,)](words.to(DEVICE), out, BLOCK=16)
+    u = torch.tensor(numbers, dtype=torch.float64) * 2.0**-53
+    torch.testing.assert_close(out[:11].cpu().double(), -torch.log1p(-u), rtol=1e-5, atol=0)
+    assert out[11:].tolist() == [0.0] * 5
+
+
+def test_near_winners_are_told_apart_in_float64() -> None:
+    """Every token of the row would arrive at the same time but for the rounding of its logit."""
+    case = make_case(1, 4, 0, 1000, device=DEVICE)
+    for row in range(4):
+        e = arrivals(KEYS[row], PLACES[row], 1000)
+        case.target_logits[row, 0] = e.log().float().to(DEVICE)
+    found, wanted = both(case)
+    assert_same(found, wanted)
+
+
 def run(function: Callable[..., Verification], case: Case, **options: object) -> Verification:
     """What the kernel or the reference makes of a case, without its drafters' laws."""
     batch = len(case.target_logits)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.drafts import catch_up, keep_found, take
 from kernels.heads import Batch
 from kernels.step import (
     ACCEPTED,
@@ -37,10 +38,7 @@ from kernels.step import (
     Slots,
     advance,
     begin,
-    catch_up,
-    keep_found,
     present,
-    take,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -280,6 +278,7 @@ class Device:  # what the compiler asks of a device
     def get_active_torch_device(self): return torch.device("cpu")
 
 driver.set_active(Device())
+import kernels.drafts as drafts
 import kernels.step as step
 from kernels.heads import Batch
 from kernels.launching import collected, compile_all
@@ -296,11 +295,11 @@ def launches(rows, most, width, counts, seen, ids, read):
         drafting = step.Drafting.new(rows, most, cpu)
         place = Batch(ints(rows), ints(rows), ints(rows), width)
         step.begin(slots, asked, drafting, ints(2, rows), longs(rows, 3))
-        step.keep_found(asked, drafting, ints(2, rows, most), ints(2, rows))
-        step.catch_up(slots, asked, drafting, ints(8), ints(rows), ints(rows * width), place,
-                      longs(rows), ints(3, 4), 3, 700)
-        step.take(slots, asked, drafting, 1, ints(rows), longs(rows, 1), ints(rows), ids,
-                  ints(rows), place, seen)
+        drafts.keep_found(asked, drafting, ints(2, rows, most), ints(2, rows))
+        drafts.catch_up(slots, asked, drafting, ints(8), ints(rows), ints(rows * width), place,
+                        longs(rows), ints(3, 4), 3, 700)
+        drafts.take(slots, asked, drafting, 1, ints(rows), longs(rows, 1), ints(rows), ids,
+                    ints(rows), place, seen)
         step.present(slots, asked, drafting, ints(rows * most + rows), place)
         step.advance(slots, asked, drafting, longs(rows, most + 1), longs(rows), ints(rows),
                      ints(2), read, longs(rows, step.NUM_FIELDS + most + 1))

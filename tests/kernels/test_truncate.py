@@ -38,9 +38,9 @@ RULES = {
 
 
 def rows_of(vocab: int, dtype: torch.dtype) -> Tensor:
-    """One row of each kind [6, 1, V]."""
+    """One row of each kind [7, 1, V]."""
     generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(6, vocab, generator=generator)
+    logits = torch.randn(7, vocab, generator=generator)
     logits[0] *= 4  # peaked
     logits[1] = 0.5  # every token ties with every other
     logits[2] = (2 * logits[2]).round()  # ties everywhere
@@ -49,6 +49,7 @@ def rows_of(vocab: int, dtype: torch.dtype) -> Tensor:
     logits[4, vocab // 3] = -7.0
     logits[5] *= 0.1  # flat
     logits[5, -1] = 1.0
+    logits[6, :100] += 9  # neighbours: few groups, many candidates
     return logits[:, None].to(DEVICE, dtype)
 
 
@@ -96,9 +97,9 @@ def test_kept_tokens(
     for temperature in (0.7, 3.0):
         wanted = processed_probs(
             logits[:, 0],
-            torch.full((6,), temperature, dtype=torch.float64),
+            torch.full((7,), temperature, dtype=torch.float64),
             **{
-                name: torch.full((6,), value, dtype=None if name == "top_k" else torch.float64)
+                name: torch.full((7,), value, dtype=None if name == "top_k" else torch.float64)
                 for name, value in rules.items()
             },
         )
