@@ -23,7 +23,7 @@ PREFETCHED = tl.constexpr(65536)  # bytes of a program, at most
 class _Mode:
     """The one in use by every launch of this process, and by captures from then on."""
 
-    number = 0
+    number = MODES.index("launch")
 
 
 def use(mode: str) -> None:
