@@ -232,5 +232,6 @@ class DeviceEngine:
                 f"the target's logits for request {row.request.request_id} hold NaN or +inf, or "
                 "are -inf throughout; check the model's weights and its dtype"
             )
+        assert result.token_ids, "a row that goes on gets a token a step"
         if result.failed and step.choice.drafter in self.pool.drafters:
             self.pool.drop(step.choice.drafter, ValueError(NO_LAW))

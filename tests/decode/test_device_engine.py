@@ -36,6 +36,10 @@ from decode.native.kernel_forward import KernelForward
 from decode.native.target import NativeTarget
 from decode.results import GenerationResult
 from decode.types import OFF, Choice, Policy, PolicySession, Request, StepRecord
+from drafters.base import BuildContext, target_parts
+from drafters.composite import CompositeConfig
+from drafters.lm import LmConfig
+from drafters.ngram import NgramConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,7 +63,7 @@ def tiny(seed: int = 0, **changes: Any) -> Any:
 
 
 def make_target(**changes: Any) -> NativeTarget:
-    return NativeTarget(tiny(**changes), None, "m", exactness="law", kernels=True)
+    return NativeTarget(tiny(**changes), Tokens(), "m", exactness="law", kernels=True)
 
 
 class Arms:
@@ -206,6 +210,24 @@ def test_a_composite_looks_up_and_else_asks_its_model(target: NativeTarget) -> N
     assert told(result) == told(theirs)
     sources = {record.source for record in result.records[0] if record.num_drafted}
     assert sources == {"ngram", "lm"}
+
+
+def test_the_kinds_that_are_deployed_draft_on_the_device(target: NativeTarget) -> None:
+    parts = target_parts(target)
+    cut = LmConfig(source=None, layers=[0], num_draft_vocab=0, train_head=False, dtype="auto")
+    members: dict[str, Any] = {
+        "ngram": NgramConfig(min_ngram=1, max_ngram=3, max_offer=4).build(BuildContext(parts)),
+        "lm": cut.build(BuildContext(parts)),
+    }
+    both = CompositeConfig(lookup="ngram", model="lm", min_match=2)
+    drafters = {**members, "both": both.build(BuildContext(parts, parts=members))}
+    policy = Arms(("both", 3), ("ngram", 2), ("lm", 2))
+    result = generate(target, drafters, policy, PROMPTS, 7)
+    assert result.token_ids == [generate(target, {}, None, p, 7).token_ids[0] for p in PROMPTS]
+    steps = [record for records in result.records for record in records if record.num_drafted]
+    assert {record.source for record in steps if record.drafter == "both"} >= {"ngram"}
+    assert {record.source for record in steps} == {"ngram", "lm"}
+    assert counts(result)[0]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
