@@ -300,6 +300,7 @@ def test_on_cuda_the_triton_kernel_verifies_and_changes_nothing(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float32: the same draws through kernel and reference, over ragged rows."""
+    from kernels.coupled_reference import couple
     from kernels.reference import verify
 
     model = tiny("Llama", **LLAMA).to("cuda")
@@ -309,7 +310,7 @@ def test_on_cuda_the_triton_kernel_verifies_and_changes_nothing(
     made = SpeculativeDecoder(model, pool, ScriptedPolicy(script))
     result = made.generate(prompts, 30, sampling)
     assert {m.verifier for m in result.metrics} == {"triton"}
-    reference = decode.verification.Verifier("reference", verify)
+    reference = decode.verification.Verifier("reference", verify, couple)
     monkeypatch.setattr(decode.decoder, "select_verifier", lambda device: reference)
     checked = SpeculativeDecoder(model, pool, ScriptedPolicy(script)).generate(
         prompts, 30, sampling

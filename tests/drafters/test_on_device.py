@@ -79,6 +79,7 @@ def cut(model: Any, head: str = "trained", parts: TargetParts | None = None) -> 
 def whole(model: Any, vocab_size: int, num_real_ids: int) -> LmDrafter:
     """A model of its own beside a target that has so many columns and tokens."""
     config = LmConfig(source="m", layers=[], num_draft_vocab=0, train_head=False, dtype="auto")
+    model = model.to(DEVICE)
     network = CutNetwork(model, [], train_head=False, dtype=torch.float32, shared=False)
     drafter = LmDrafter(config, network, parts_of(model, vocab_size))
     drafter.num_real_ids = num_real_ids
