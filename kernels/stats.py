@@ -14,7 +14,8 @@ from kernels.rows import Call, Rules, logit_at, row_logits, row_position
 from kernels.weights import LOG2_E, lowest_of, powers_of, weights
 
 GROUP = 64  # tokens whose maximum truncation looks at
-EAGER_ROWS = 2  # batches where waiting costs more than reading
+CHUNK = 1024  # tokens at a time where sums are exact
+EAGER_ROWS = 2  # batches where waiting for a length costs more than reading in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,12 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
         groups,
         torch.empty(batch, dtype=torch.int32, device=device),
     )
+    lengths, one_hot = call.row_args[12:14]
+    eager = batch <= EAGER_ROWS or (lengths is None and one_hot is None)
     launch(
         stats_kernel, call.grid, *call.row_args, rules.top_k, rules.top_p, maxima, found.best, sums,
         found.drafted, groups, found.arrived, *call.sizes,
-        GROUP=group, EAGER=batch <= EAGER_ROWS, **call.blocks, **options(device),
+        GROUP=group, CHUNK=min(CHUNK, block), EAGER=eager, **call.blocks, **options(device),
     )  # fmt: skip
     return found
 
@@ -76,12 +79,12 @@ def stats_kernel(
     top_k_ptr, top_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, groups_ptr, arrived_ptr,
     V, K, S,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    EAGER: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr, EAGER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of weights of one (split, row); greedy rows: maximum and its lowest id.
 
     EAGER programs ask for their logits before they know whether the row is in use: an unused row is
-    read for nothing, and one in use without waiting.
+    read in vain, and one in use without waiting.
 
     A split that holds NaN or +inf has a maximum of +inf. Split 0 of a row also notes the logit of
     its draft. Rows that truncation will cut note the maximum of every GROUP tokens, and their sums
@@ -99,6 +102,7 @@ def stats_kernel(
             counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row,
             tl.where(row <= K, row, row - K - 1), offsets, V, K,
         )  # fmt: skip
+    temperature = tl.load(temperature_ptr + b).to(tl.float64)
     position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
     if position >= 0:
         # Asked for first and used last, so that nothing waits for it.
@@ -115,7 +119,6 @@ def stats_kernel(
             )  # fmt: skip
         cell = (b * tl.num_programs(1) + row).to(tl.int64)
         at = cell * S + split
-        temperature = tl.load(temperature_ptr + b).to(tl.float64)
         if sum_ptr is None or temperature == 0:
             peak = tl.max(tl.where(x == x, x, float("inf")), axis=0)
             tl.store(max_ptr + at, peak)
@@ -136,8 +139,18 @@ def stats_kernel(
             if exact:
                 scale = powers_of(temperature)
                 lowest = lowest_of(peak, temperature, -float("inf"))
-                w = weights(x, peak, lowest, scale, 0.0)
-                total = tl.sum(tl.where(x == x, w, float("nan")), axis=0)
+                sums = tl.zeros((CHUNK,), tl.float64)
+                # Read again, from the cache, so that few registers hold float64 at a time.
+                for start in range(0, BLOCK, CHUNK):
+                    again = row_logits(
+                        target_ptr, target_b, target_k, target_v,
+                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                        ids_ptr, penalty_ptr, b, row, position,
+                        split * BLOCK + start + tl.arange(0, CHUNK), V, K,
+                    )  # fmt: skip
+                    w = weights(again, peak, lowest, scale, 0.0)
+                    sums += tl.where(again == again, w, float("nan"))
+                total = tl.sum(sums, axis=0)
             else:
                 total = single_sum(x, peak, temperature)
             bad = (total != total) | (peak == float("inf"))

@@ -195,6 +195,8 @@ def cut_kernel(
                 decided = decided & (sure | fewer)
                 kept = heavy
             threshold = tl.min(tl.where(kept, z, float("inf")), axis=0)
+            if not decided:  # what search may begin with: too little lies at or above the edge
+                threshold = tl.where(count <= PACKED, key_value(edge), float("inf"))
             kept_mass = tl.sum(tl.where(kept, w, 0.0), axis=0)
             kept_mass = tl.where(decided, kept_mass, float("nan"))
         tl.store(threshold_ptr + cell, threshold)
@@ -277,7 +279,8 @@ def search_kernel(
             bottom = tl.full((), -2139095040, tl.int64)
             low = bottom
             top = order_key(peak).to(tl.int64) + 1
-            high = top
+            edge = tl.minimum(order_key(tl.load(threshold_ptr + cell)).to(tl.int64), top)
+            high = edge
             if top_k > 0:
                 while high - low > 1:
                     middle = (low + high) // 2
@@ -298,7 +301,13 @@ def search_kernel(
                     bottom.to(tl.int32), V, K, peak, temperature, STRIDE,
                 )  # fmt: skip
                 low = least.to(tl.int64)
-                high = top
+                high = tl.where(top_k > 0, top, edge)
+                # Weights below this amount to less than half of what top-p leaves out.
+                share = tl.maximum((1.0 - top_p) * total / (2.0 * V), 1e-300)
+                needless = peak.to(tl.float64) + temperature * tl.log(share)
+                needless -= 1e-6 * (1.0 + tl.abs(needless))
+                needless = tl.maximum(needless, LOWEST).to(tl.float32)
+                low = tl.maximum(low, tl.minimum(order_key(needless).to(tl.int64), high - 1))
                 while high - low > 1:
                     middle = (low + high) // 2
                     mass, least, below = mass_from(

@@ -34,8 +34,8 @@ DRAFTS = range(1, 9)
 BATCHES = (1, 3, 64)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MODES = ("temperature", "greedy", "lookup", "all rules")
-TWO_LAUNCHES = "greedy, two launches"  # temperature stays on the host, which so knows of greed
-TWO_EAGER = "greedy, two launches, eager"
+KNOWN = "greedy, known"  # temperature stays on the host, which so knows of greed
+KNOWN_EAGER = "greedy, known, eager"
 SLACK = 1e-6  # what the contract allows between two orders of summation
 ROTATED_BYTES = 300e6  # inputs in turn, several times the cache, so that logits come from memory
 
@@ -151,14 +151,14 @@ def _law(call: Call, name: str, row: int, position: int) -> Tensor:
 def microseconds(calls: list[Call], mode: str, pinned: bool | None) -> float:
     """Median time of one verification over five rounds that take every call in turn.
 
-    A CUDA graph holds the round, with parameters on the device: greedy calls then take all four
-    launches, two of which do nothing. In two launches the temperature is on the host, and the round
-    is a graph only where `pinned` names a memory that capture accepts.
+    A CUDA graph holds the round, with parameters on the device: greedy calls then run kernels that
+    could sample. Where the temperature is on the host they run shorter ones, and the round is a
+    graph only where `pinned` names a memory that capture accepts.
     """
-    eager = mode == TWO_EAGER or (mode == TWO_LAUNCHES and pinned is None)
-    if mode == TWO_LAUNCHES and pinned:
+    eager = mode == KNOWN_EAGER or (mode == KNOWN and pinned is None)
+    if mode == KNOWN and pinned:
         calls = [call | {"temperature": call["temperature"].pin_memory()} for call in calls]
-    elif mode not in (TWO_LAUNCHES, TWO_EAGER):
+    elif mode not in (KNOWN, KNOWN_EAGER):
         calls = [on_device(call) for call in calls]
     play = _each(calls)
     play()
@@ -194,9 +194,9 @@ def on_device(call: Call) -> Call:
 
 def capture_refusal(pinned: bool) -> str | None:
     """Why a graph refuses a temperature on the host, or None; for a process of its own."""
-    call = make_call(1000, 4, 3, torch.bfloat16, TWO_LAUNCHES)
+    call = make_call(1000, 4, 3, torch.bfloat16, KNOWN)
     try:
-        microseconds([call], TWO_LAUNCHES, pinned)
+        microseconds([call], KNOWN, pinned)
     except RuntimeError as error:
         return str(error).strip().splitlines()[0]
     return None
@@ -205,7 +205,7 @@ def capture_refusal(pinned: bool) -> str | None:
 def launches(mode: str) -> dict[str, int]:
     """Kernels that the device ran for one bfloat16 call, by name."""
     call = make_call(1000, 4, 3, torch.bfloat16, mode)
-    call = call if mode == TWO_LAUNCHES else on_device(call)
+    call = call if mode == KNOWN else on_device(call)
     run(verify, call, check=False)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -262,12 +262,12 @@ def time_case(
 
 def timed_cases() -> list[tuple[int, int, int, torch.dtype, str]]:
     """Every shape and dtype; what takes milliseconds, or waits for the host, at two lengths."""
-    every = product(VOCABULARIES, DRAFTS, BATCHES, DTYPES, (*MODES, TWO_LAUNCHES, TWO_EAGER))
+    every = product(VOCABULARIES, DRAFTS, BATCHES, DTYPES, (*MODES, KNOWN, KNOWN_EAGER))
     return [case for case in every if not _is_slow(case) or case[1] in (4, 8)]
 
 
 def _is_slow(case: tuple[int, int, int, torch.dtype, str]) -> bool:
-    return case[4] == TWO_EAGER or (case[4], case[2]) == ("all rules", 64)
+    return case[4] == KNOWN_EAGER or (case[4], case[2]) == ("all rules", 64)
 
 
 def kernel_suite(out: Path, workers: int | None = None) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def kernel_suite(out: Path, workers: int | None = None) -> dict[str, Any]:
     spawn = get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as pool:
         refusals = dict(zip((True, False), pool.map(capture_refusal, (True, False)), strict=True))
-        modes = (*MODES, TWO_LAUNCHES)
+        modes = (*MODES, KNOWN)
         counts = dict(zip(modes, pool.map(launches, modes), strict=True))
     pinned = next((memory for memory, refusal in refusals.items() if refusal is None), None)
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:

@@ -66,12 +66,13 @@ def test_float32_noise_is_near_at_both_ends_of_the_unit_interval() -> None:
 
 def test_near_winners_are_told_apart_in_float64() -> None:
     """Every token of the row would arrive at the same time but for the rounding of its logit."""
-    case = make_case(1, 4, 0, 1000, device=DEVICE)
-    for row in range(4):
-        e = arrivals(KEYS[row], PLACES[row], 1000)
-        case.target_logits[row, 0] = e.log().float().to(DEVICE)
-    found, wanted = both(case)
-    assert_same(found, wanted)
+    for temperature in (0.3, 0.7, 1.1, 1.9):
+        case = make_case(1, 4, 0, 12, temperature=temperature, device=DEVICE)
+        for row in range(4):
+            e = arrivals(KEYS[row], PLACES[row], 12)
+            case.target_logits[row, 0] = (temperature * e.log()).float().to(DEVICE)
+        found, wanted = both(case)
+        assert_same(found, wanted)
 
 
 def run(function: Callable[..., Verification], case: Case, **options: object) -> Verification:

@@ -1,0 +1,100 @@
+"""Would catch: verification that only the interpreter accepts; kernels compiled anew for another
+batch; logits that are not read 16 bytes at a time; a kernel that does not wait for the one in
+front of it; the last program of a row told apart without an atomic.
+
+The compiler needs no GPU: see test_launching.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = r"""
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Device:  # what the compiler asks of a device
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+
+driver.set_active(Device())
+import kernels.overlap
+from kernels.coupled import couple_words
+from kernels.launching import collected, compile_all
+from kernels.verify import Uses, verify
+
+kernels.overlap.capability = lambda device: (9, 0)
+kernels.overlap.use("launch")
+V, K = 20_000, 4
+PLAIN = Uses(top_k=False, top_p=False, min_p=False, repetition_penalty=False)
+
+def call(batch):
+    return {
+        "target_logits": torch.empty(batch, K + 1, V, dtype=torch.bfloat16),
+        "draft_token_ids": torch.empty(batch, K, dtype=torch.int32),
+        "num_draft_tokens": torch.empty(batch, dtype=torch.int32),
+        "temperature": torch.empty(batch).fill_(0.5),
+        "top_k": torch.ones(batch, dtype=torch.int32),
+        "top_p": torch.empty(batch).fill_(0.5),
+        "min_p": torch.empty(batch).fill_(0.5),
+        "repetition_penalty": torch.empty(batch).fill_(2),
+        "seen_token_counts": torch.empty(batch, V, dtype=torch.int32),
+        "check": False,
+    }
+
+def launches(batch):
+    drafter = {
+        "draft_logits": torch.empty(batch, K, V, dtype=torch.bfloat16),
+        "uniforms": torch.empty(batch, K + 1, dtype=torch.float64),
+    }
+    words = torch.empty(batch, 3, dtype=torch.int64)
+    with collected() as found:
+        verify(**call(batch), **drafter, uses=PLAIN)
+        verify(**call(batch), **drafter)
+        couple_words(**call(batch), words=words, uses=PLAIN)
+    return found
+
+few, more, cpu = launches(3), launches(64), torch.device("cpu")
+numbers = [compile_all(few, cpu, 2), compile_all(few + more, cpu, 2)]
+compiled = [one.kernel.warmup(*one.args, grid=one.grid, **one.options) for one in few]
+assembly = {}
+for one, kernel in zip(few, compiled):
+    assembly.setdefault(one.kernel.__name__, kernel.asm["ptx"])
+print(json.dumps({
+    "numbers": numbers,
+    "launches": [one.kernel.__name__ for one in few],
+    "waits": sorted(k for k, text in assembly.items() if "griddepcontrol.wait" in text),
+    "wide": sorted(k for k, text in assembly.items() if "ld.global.v4" in text),
+    "atomic": sorted(k for k, text in assembly.items() if "atom" in text),
+}))
+"""
+
+PLAIN = ["stats_kernel", "resolve_kernel"]
+CUT = ["stats_kernel", "cut_kernel", "search_kernel", "resolve_kernel"]
+RACE = ["race_kernel", "finish_kernel"]
+
+
+def test_verification_compiles_for_a_gpu_once_for_all_batches(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    told = json.loads(ran.stdout.splitlines()[-1])
+    assert told["launches"] == [*PLAIN, *CUT, *RACE]
+    assert told["numbers"] == [8, 8]
+    assert told["atomic"] == ["resolve_kernel"]
+    assert told["waits"] == sorted({*PLAIN, *CUT})
+    assert {"stats_kernel", "resolve_kernel", "race_kernel", "search_kernel"} <= set(told["wide"])
