@@ -111,12 +111,11 @@ class DeviceEngine:
         shape = self.steps.fitting(self._shape(rows, arms), ending)
         plans = [self._plan(row, arm, shape) for row, arm in zip(rows, arms, strict=True)]
         arrival = self.steps.queue(shape, plans)
-        steps = []
+        steps, continues = [], any(row.under_way for row in rows)
         for row, arm in zip(rows, arms, strict=True):
             steps.append(RowStep(arm.choice, arm.limit, arm.model, arm.lookup is not None))
             row.under_way.append(steps[-1])
             row.num_queued += 1
-        continues = bool(self._under_way)
         self._under_way.append(
             QueuedStep(rows, steps, shape.most_drafts, continues, read_ahead, arrival)
         )

@@ -76,6 +76,6 @@ class QueuedStep:
     rows: list[DeviceRow]
     steps: list[RowStep]
     num_drafts: int  # K, columns of the draft
-    continues: bool  # the device was busy with the step before when this one was queued
+    continues: bool  # rows of the step before go on, so that time between the two is this one's
     read_ahead: bool  # a model read old tokens first
     arrival: Arrival

@@ -12,6 +12,7 @@ networks, which have tests of their own, are computed by the kernels' references
 
 import gc
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -288,6 +289,7 @@ def test_drawn_rows_of_a_batch_are_each_as_if_alone(target: NativeTarget) -> Non
         assert alone.token_ids[0] == found
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="captured passes are not called again")
 def test_one_pass_of_the_target_a_step_whatever_the_batch(
     target: NativeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,8 +349,8 @@ def test_a_stop_string_cuts_what_the_device_wrote_after_it(target: NativeTarget)
     plain = generate(target, {}, None, PROMPT, 8).token_ids[0]
     stop = Tokens().decode(plain[2:4])
     arms = [("lm", 1)]
-    result = agree(target, ["lm"], arms, PROMPT, 8, stop=stop, tokenizer=Tokens())
-    assert result.metrics[0].finish_reason == "stop"
+    result = agree(target, ["lm"], arms, [PROMPT, [3]], 8, stop=stop, tokenizer=Tokens())
+    assert [m.finish_reason for m in result.metrics] == ["stop", "length"]
     assert stop not in result.texts[0]
     assert result.token_ids[0] == plain[: len(result.token_ids[0])]
 
@@ -413,6 +415,7 @@ def test_requests_wait_for_places_which_are_handed_back(target: NativeTarget) ->
     prompts = [ids(2 + n % 3, n) for n in range(5)]
     result = generate(target, pool("lm"), Arms(("lm", 2)), prompts, 3, max_rows=2)
     assert result.token_ids == [generate(target, {}, None, p, 3).token_ids[0] for p in prompts]
+    assert counts(result)[1] == 0  # the drafter is the target: it starts anew in every place
     gc.collect()
     assert sorted(cache._free) == list(range(cache.num_rows))
     assert cache.num_rows <= 4
@@ -427,9 +430,13 @@ def test_caches_that_grow_leave_no_step_behind(monkeypatch: pytest.MonkeyPatch) 
     engine = decoder._runner()
     assert isinstance(engine, DeviceEngine)
     cleared: list[int] = []
-    monkeypatch.setattr(
-        engine.steps.graphs, "clear", lambda: cleared.append(engine.state.slots.token_ids.shape[1])
-    )
+    whole = engine.steps.graphs.clear
+
+    def noted() -> None:
+        cleared.append(engine.state.slots.token_ids.shape[1])
+        whole()
+
+    monkeypatch.setattr(engine.steps.graphs, "clear", noted)
     assert [decoder.generate(prompt, 14).token_ids[0] for prompt in prompts] == wanted
     assert target.kernel_forward.cache.capacity == 256
     assert cleared == [128, 256]
@@ -489,7 +496,7 @@ def test_a_drafter_of_the_host_takes_the_loop(
 def test_near_the_end_a_captured_step_that_is_too_large_will_do(
     target: NativeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = SpeculativeDecoder(target, pool("lm"), Arms(("lm", 3)))
+    decoder = SpeculativeDecoder(target, pool("other"), Arms(("other", 3)))
     engine = decoder._runner()
     assert isinstance(engine, DeviceEngine)
     decoder.generate(PROMPT, 9)
@@ -523,12 +530,21 @@ def test_what_a_step_launches_is_known_without_a_step(
 
 
 def test_seconds_are_those_of_the_steps(target: NativeTarget) -> None:
-    result = generate(
-        target, pool("other", "ngram"), Arms(("other", 2), (OFF, 0)), [PROMPT, [3]], 6
-    )
+    arms = Arms(("other", 2), (OFF, 0))
+    result = generate(target, pool("other"), arms, [PROMPT, [3]], 6)
     for records, metrics in zip(result.records, result.metrics, strict=True):
         assert metrics.prefill_seconds > 0
         for record in records:
             assert record.verify_seconds > 0
             assert (record.draft_seconds > 0) == (record.drafter == "other")
             assert record.host_seconds >= 0
+
+
+def test_time_between_two_calls_is_no_steps(target: NativeTarget) -> None:
+    decoder = SpeculativeDecoder(target, pool("lm"), Arms(("lm", 3)))
+    engine = decoder._runner()
+    assert isinstance(engine, DeviceEngine)
+    decoder.generate(PROMPT, 10)  # the last two come sooner than one a step
+    assert engine._under_way  # queued past an end that could not be foreseen
+    time.sleep(0.2)
+    assert decoder.generate(PROMPT, 9).records[0][0].host_seconds == 0
