@@ -8,6 +8,7 @@ budgets are the device's affair; stop strings are the host's, which drops what c
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -75,6 +76,7 @@ class DeviceEngine:
         self, request: Request, prompt: Sequence[int], stopper: Stopper, noise: Noise
     ) -> DeviceRow:
         """A row whose prompt is being read, all but its last token."""
+        request = replace(request, unsure=self.members.unsure)
         place = self.forward.open()
         place.reserve(len(prompt))
         counted = request.sampling.repetition_penalty != 1
