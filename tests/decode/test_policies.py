@@ -4,7 +4,8 @@ time that poisons every score; a belief that never follows a change of text; a r
 is ignored, or one that cannot be unlearnt; a lookup that is asked in vain, priced as if it always
 matched, or one whose offers are exact and which is doubted all the same; OFF that never comes or
 never ends; K that ignores costs; what a composite's part did held against the composite alone; a
-trial that takes its reading of the text for free; choices that depend on a clock or on another row; slow choices.
+trial that takes its reading of the text for free; choices that depend on a clock or on another
+row; slow choices.
 
 The simulated worlds are seeded, so the figures below are fixed; margins say what would still be
 acceptable.
