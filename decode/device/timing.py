@@ -21,7 +21,7 @@ from decode.device.steps import Arrival, Steps
 from decode.native.kernel_forward import bucket
 from decode.native.target import NativeTarget
 from decode.types import MAX_DRAFT_TOKENS, OFF, Sampling
-from kernels.step import LOOKUP, NONE, SOURCE
+from kernels.step import LOOKUP, NONE, NUM_MOMENTS, SOURCE
 
 GROWTH = 2  # tokens that a model has not read, as after an accepted draft and one token more
 UNIFORM = 0.5
@@ -134,7 +134,7 @@ class StepTimer:
         return self._steps.queue(self._steps.fitting(shape, ending=False), [plan])
 
     def _timed(self, arm: TimedArm, numbers: Sequence[int]) -> TimedStep:
-        moments, source = numbers[-4:], numbers[SOURCE]
+        moments, source = numbers[-NUM_MOMENTS:], numbers[SOURCE]
         draft = (moments[DRAFTED] - moments[START]) / NANO
         verify = (moments[DONE] - moments[DRAFTED]) / NANO
         if arm.name == OFF:

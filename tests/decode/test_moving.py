@@ -98,3 +98,19 @@ def test_only_a_move_to_a_gpu_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     model.model.norm.bfloat16()
     moved(model, "cuda")
     assert len(gathered) == 1  # several types have no tensor in common
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_holds_little_more_than_the_weights() -> None:
+    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "head_dim": 128, "vocab_size": 4096}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 8}
+    model = build("Qwen2", dtype=torch.bfloat16, **sizes, **heads)
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    target = NativeTarget(moved(model, "cuda"), None, exactness="law", kernels=False)
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved() - before
+    assert target.weight_bytes < num_bytes + (1 << 20)
+    assert held < num_bytes + (8 << 20)  # each tensor by itself would take 70 MB more
