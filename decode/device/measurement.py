@@ -1,5 +1,6 @@
 """The tables of decode.costs for what decodes on the device."""
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -109,7 +110,8 @@ def _timings(
 def _first(
     timer: StepTimer, name: str, row: Sequence[int], repeats: int, table: Mapping[int, float]
 ) -> float:
-    """Seconds from a fresh row to a drafter's first draft."""
-    model = timer.members.model_of(name)
-    reading = 0.0 if model is None else timer.reading_seconds(model, row, repeats)
-    return reading + table[min(table)]
+    """Seconds from a fresh row to a drafter's first draft; NaN where its context is too short."""
+    model, draft = timer.members.model_of(name), table[min(table)]
+    if model is None or math.isnan(draft):
+        return draft
+    return timer.reading_seconds(model, row, repeats) + draft

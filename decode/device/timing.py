@@ -67,7 +67,10 @@ class StepTimer:
         """A step of each arm after these tokens, one behind the other."""
         self._reach(len(row))
         arrivals = [self._queue(arm, row) for arm in arms]
-        return [self._timed(arm, a.wait()) for arm, a in zip(arms, arrivals, strict=True)]
+        return [
+            self._timed(arm, self.limit(arm, len(row)), arrival.wait())
+            for arm, arrival in zip(arms, arrivals, strict=True)
+        ]
 
     @torch.inference_mode()
     def reading_seconds(self, model: int, row: Sequence[int], repeats: int) -> float:
@@ -105,7 +108,7 @@ class StepTimer:
 
     def _queue(self, arm: TimedArm, row: Sequence[int]) -> Arrival:
         lookup, model, limit = None, None, self.limit(arm, len(row))
-        if arm.name != OFF:
+        if arm.name != OFF and limit:  # else a drafter's context has ended
             lookup, model = self.members.parts[arm.name].lookup, self.members.model_of(arm.name)
         # A model behind a lookup misses what the step under way may emit as well.
         unread = GROWTH + (limit + 1 if lookup is not None else 0)
@@ -133,11 +136,11 @@ class StepTimer:
         self._state.admit(self._place.slot, row, MAX_DRAFT_TOKENS + 1, False)
         return self._steps.queue(self._steps.fitting(shape, ending=False), [plan])
 
-    def _timed(self, arm: TimedArm, numbers: Sequence[int]) -> TimedStep:
+    def _timed(self, arm: TimedArm, limit: int, numbers: Sequence[int]) -> TimedStep:
         moments, source = numbers[-NUM_MOMENTS:], numbers[SOURCE]
         draft = (moments[DRAFTED] - moments[START]) / NANO
         verify = (moments[DONE] - moments[DRAFTED]) / NANO
-        if arm.name == OFF:
+        if arm.name == OFF or not limit:
             return TimedStep(0.0, draft + verify, None)
         # A lookup takes its time whether it matches or not.
         looked_up = source == LOOKUP or self.members.model_of(arm.name) is None

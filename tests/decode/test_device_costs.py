@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from device_drafters import CompositeDrafter, LookupDrafter, ModelDrafter, forward_by_reference
 from native_models import VOCAB_SIZE, build
 
@@ -25,7 +26,12 @@ from decode.native.kernel_forward import KernelForward
 from decode.native.target import NativeTarget
 from decode.types import OFF
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="captured passes advance no clock of ours"
+    ),
+]
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 LOOPED, MIXED = [1, 2, 3] * 4, [(7 * i + 1) % VOCAB_SIZE for i in range(12)]  # matches; does not
 
@@ -149,6 +155,15 @@ def test_a_ticking_clock_gives_the_same_costs_again() -> None:
     assert costs == measured()
     assert costs.verify_seconds == {1: 2.0, 2: 1.0}
     assert costs.draft_seconds == {name: {1: 1.0} for name in ("ngram", "lm", "both")}
+
+
+def test_a_drafter_whose_context_is_too_short_has_no_seconds() -> None:
+    short = ModelDrafter(build("Llama", 3, **SMALL, max_position_embeddings=6), VOCAB_SIZE)
+    clock = VirtualClock(1.0)
+    costs = measure_costs(make_target(), {"short": short}, clock, [2], [1], 12, 1, [LOOPED], False)
+    assert math.isnan(costs.draft("short", 1))
+    assert math.isnan(costs.first_token_seconds["short"])
+    assert costs.verify_seconds == {1: 2.0, 2: 2.0}
 
 
 def test_who_waits_for_the_host_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,4 +113,4 @@ def test_a_gpu_holds_little_more_than_the_weights() -> None:
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved() - before
     assert target.weight_bytes < num_bytes + (1 << 20)
-    assert held < num_bytes + (8 << 20)  # each tensor by itself would take 70 MB more
+    assert held < num_bytes + (8 << 20)  # each tensor by itself would take some 90 MB more
