@@ -28,9 +28,7 @@ from decode.types import OFF
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="captured passes advance no clock of ours"
-    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="captured passes move no clock here"),
 ]
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 LOOPED, MIXED = [1, 2, 3] * 4, [(7 * i + 1) % VOCAB_SIZE for i in range(12)]  # matches; does not
