@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.heads import Batch
 from kernels.launching import launch
 from kernels.overlap import follow, options
-from kernels.step import FROM_LOOKUP, FROM_MODEL, ONE_WARP, Asked, Drafting, Slots
+from kernels.step_state import FROM_LOOKUP, FROM_MODEL, ONE_WARP, Asked, Drafting, Slots
 
 
 def keep_found(asked: Asked, state: Drafting, found: Tensor, num_found: Tensor) -> None:

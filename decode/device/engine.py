@@ -29,7 +29,7 @@ from decode.pool import Pool
 from decode.sampling import NO_LAW
 from decode.stopping import Stopper
 from decode.types import MAX_DRAFT_TOKENS, Policy, Request
-from kernels.step import READING
+from kernels.step_state import READING
 
 MOST_ROWS = BATCHES[-1]
 NUM_DRAFTS = [width - 1 for width in WIDTHS if width <= MAX_DRAFT_TOKENS + 1]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from decode.device.parts import DeviceLookup, DeviceModel, DeviceParts
 from decode.types import MAX_DRAFT_TOKENS
-from kernels.step import LOOKUP, MODEL
+from kernels.step_state import LOOKUP, MODEL
 
 
 @dataclass(frozen=True)

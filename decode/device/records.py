@@ -7,7 +7,7 @@ from decode.device.members import Members
 from decode.device.rows import DeviceRow, QueuedStep, RowStep
 from decode.device.state import DONE, DRAFTED, NANO, START
 from decode.types import OFF, StepRecord
-from kernels.step import (
+from kernels.step_state import (
     ACCEPTED,
     BROKEN,
     EMITTED,
@@ -24,9 +24,7 @@ from kernels.step import (
     READING,
     SOURCE,
 )
-from kernels.step import (
-    DRAFTED as NUM_DRAFTED,
-)
+from kernels.step_state import DRAFTED as NUM_DRAFTED
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from decode.clock import Clock
 from decode.native.static_cache import StaticCache
-from kernels.step import ADVANCED, BEGAN, NUM_MOMENTS, PRESENTED, Slots, stamp
+from kernels.step import stamp
+from kernels.step_state import ADVANCED, BEGAN, NUM_MOMENTS, PRESENTED, Slots
 
 START, DRAFTED, DONE = BEGAN, PRESENTED, ADVANCED  # moments of a step
 NANO = 1e9

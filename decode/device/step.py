@@ -14,7 +14,8 @@ from kernels.coupled import enqueue as race
 from kernels.drafts import keep_found
 from kernels.inputs import Inputs
 from kernels.launching import collected, compile_all
-from kernels.step import MODEL, NUM_FIELDS, NUM_MOMENTS, Drafting, advance, begin, present
+from kernels.step import advance, begin, present
+from kernels.step_state import MODEL, NUM_FIELDS, NUM_MOMENTS, Drafting
 from kernels.types import Verification
 from kernels.verify import enqueue as verify
 

@@ -21,7 +21,7 @@ from decode.device.steps import Arrival, Steps
 from decode.native.kernel_forward import bucket
 from decode.native.target import NativeTarget
 from decode.types import MAX_DRAFT_TOKENS, OFF, Sampling
-from kernels.step import LOOKUP, NONE, NUM_MOMENTS, SOURCE
+from kernels.step_state import LOOKUP, NONE, NUM_MOMENTS, SOURCE
 
 GROWTH = 2  # tokens that a model has not read, as after an accepted draft and one token more
 UNIFORM = 0.5

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kernels.drafts import catch_up, keep_found, take
 from kernels.heads import Batch
-from kernels.step import (
+from kernels.step import advance, begin, present
+from kernels.step_state import (
     ACCEPTED,
     BROKEN,
     DRAFTED,
@@ -36,9 +37,6 @@ from kernels.step import (
     Asked,
     Drafting,
     Slots,
-    advance,
-    begin,
-    present,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
