@@ -279,6 +279,7 @@ driver.set_active(Device())
 import kernels.drafts as drafts
 import kernels.overlap as overlap
 import kernels.step as step
+from kernels.step_state import NUM_FIELDS
 from kernels.heads import Batch
 from kernels.launching import collected, compile_all
 
@@ -301,7 +302,7 @@ def launches(rows, most, width, counts, seen, ids, read, moments):
                     ints(rows), place, seen)
         step.present(slots, asked, drafting, ints(rows * most + rows), place, moments)
         step.advance(slots, asked, drafting, longs(rows, most + 1), longs(rows), ints(rows),
-                     ints(2), read, longs(rows * (step.NUM_FIELDS + most + 1) + 4), moments)
+                     ints(2), read, longs(rows * (NUM_FIELDS + most + 1) + 4), moments)
         step.stamp(longs(4), 1)
     return found
 
