@@ -236,6 +236,7 @@ def test_two_gpus_train_as_one(world: World, tmp_path: Path, sharding: str) -> N
         assert left.get("loss") == pytest.approx(right.get("loss"), abs=1e-4)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_processes_that_each_train_a_member_end_as_one_process(
     world: World,  # noqa: F811
     tmp_path: Path,
