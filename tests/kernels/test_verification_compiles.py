@@ -13,7 +13,8 @@ from translated import told_by
 PROGRAM = r"""
 import json, sys
 import kernels.overlap
-from kernels.coupled import couple_words
+from kernels.coupled import enqueue as race
+from kernels.inputs import Inputs
 from kernels.launching import collected, compile_all
 from kernels.verify import Uses, verify
 
@@ -36,6 +37,10 @@ def call(batch):
         "check": False,
     }
 
+def drawn(batch):  # at a temperature alone
+    given = {name: value for name, value in call(batch).items() if name != "check"}
+    return given | dict.fromkeys(("top_k", "top_p", "min_p", "repetition_penalty"))
+
 def launches(batch):
     drafter = {
         "draft_logits": torch.empty(batch, K, V, dtype=torch.bfloat16),
@@ -45,7 +50,7 @@ def launches(batch):
     with collected() as found:
         verify(**call(batch), **drafter, uses=PLAIN)
         verify(**call(batch), **drafter)
-        couple_words(**call(batch), words=words, uses=PLAIN)
+        race(Inputs.of_target(**drawn(batch)), words)
     return found
 
 few, more, cpu = launches(3), launches(64), torch.device("cpu")
