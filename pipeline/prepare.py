@@ -13,6 +13,7 @@ from rich.console import Console
 from pipeline.benches import BENCH
 from pipeline.data import as_columns, bench_texts, expand, stem
 from pipeline.digests import digest
+from pipeline.follow_ups import with_follow_ups
 from pipeline.leaks import (
     PARAPHRASE,
     HeldOut,
@@ -50,6 +51,8 @@ class Prepare(Stage):
     boilerplate_rows: int  # a run in more prompts than so many is boilerplate, and no leak
     benches: list[str]  # files whose questions must not be learned from
     leaking_rows: str  # one of LEAKING: what becomes of a row that shares text with what it may not
+    follow_up_percent: int  # of the conversations in drafter_train that go on after the answer
+    follow_ups: list[str]  # what the person says then, one of these
 
     def __post_init__(self) -> None:
         shares = (self.router_train_percent, self.validation_percent, self.test_percent)
@@ -65,6 +68,15 @@ class Prepare(Stage):
             raise ValueError(
                 f"stages.prepare.leaking_rows={self.leaking_rows} is unknown; "
                 f"use {' or '.join(LEAKING)}"
+            )
+        if not 0 <= self.follow_up_percent <= 100:
+            raise ValueError(
+                f"stages.prepare.follow_up_percent={self.follow_up_percent} must be from 0 to 100"
+            )
+        if self.follow_up_percent and not self.follow_ups:
+            raise ValueError(
+                f"stages.prepare.follow_up_percent={self.follow_up_percent} needs something to "
+                "say; give stages.prepare.follow_ups a request, or set the percentage to 0"
             )
 
     @property
@@ -92,6 +104,9 @@ class Prepare(Stage):
         splits = self.split(kept, groups, workspace.seed)
         boilerplate = refuse_leaks(splits, self.rule)
         self._refuse_few(splits)
+        splits["drafter_train"] = with_follow_ups(
+            splits["drafter_train"], self.follow_up_percent, self.follow_ups, workspace.seed
+        )
         save(splits, workspace.out)
         warnings = warnings_about(splits, dropped, leaks, groups)
         text = describe_splits(splits, dropped, leaks, boilerplate, warnings)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from pipeline.leaks import Boilerplate, Leak, Splits
 from pipeline.rows import Row
+from pipeline.turns import num_awaited
 
 MUCH_DROPPED = 0.1  # of the rows that were read
 LARGE_GROUP = 0.2  # of a domain's rows
@@ -33,6 +34,8 @@ def describe_splits(
         *_counted("licences", (row.license for row in rows)),
         f"with a response of the data's own: {sum(map(_answered, rows)):,} of {len(rows):,}",
     ]
+    if num_later := sum(map(_waits, rows)):
+        lines.append(f"later turns, asked after the target's own answer: {num_later:,}")
     if boilerplate.num_runs:
         lines.append(
             f"runs of words taken for boilerplate: {boilerplate.num_runs:,}, the commonest in "
@@ -98,6 +101,10 @@ def _words(rows: Sequence[Row]) -> str:
 
 def _answered(row: Row) -> bool:
     return row.response is not None
+
+
+def _waits(row: Row) -> bool:
+    return num_awaited({"messages_json": row.messages_json}) > 0
 
 
 def _counted(title: str, values: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ prompt that is skipped in silence; an error that does not name file and line; an
 follows the path instead of the content; a text whose continuation stands in its own prompt; a
 benchmark's question among the prompts to learn from; boilerplate taken for a leak, or a leak for
 boilerplate; a passage that two domains share and two splits see; a dropped row that nobody is told
-of; a split emptied by one large group.
+of; a split emptied by one large group; a later turn that does not find its first.
 """
 
 import gzip
@@ -29,6 +29,7 @@ from pipeline.leaks import HeldOut, Rule, leaks_against, refuse_leaks, related
 from pipeline.prepare import Prepare
 from pipeline.rows import SPLITS, folded, make_row, normalise, words
 from pipeline.stage import Workspace
+from pipeline.turns import num_awaited
 
 SETTINGS = {
     "router_train_percent": 25,
@@ -40,6 +41,8 @@ SETTINGS = {
     "boilerplate_rows": 20,
     "benches": [],
     "leaking_rows": "refuse",
+    "follow_up_percent": 0,
+    "follow_ups": ["Why?", "Shorter."],
 }
 RULE = Rule(num_words=13, most_rows=20)
 FORMAT = {
@@ -324,6 +327,49 @@ def test_too_few_prompts_are_refused_with_domain_and_split(tmp_path):
 )
 def test_wrong_shares_are_refused(wrong):
     with pytest.raises(ValueError, match=r"stages\.prepare"):
+        Prepare(**{**SETTINGS, **wrong})
+
+
+def test_conversations_go_on_after_an_answer_that_is_yet_to_come(tmp_path):
+    data = files([str(write(tmp_path / "a.jsonl", prompts(120)))])
+    plain = prepare(data, tmp_path / "plain")
+    prepare(data, tmp_path / "more", follow_up_percent=40)
+    splits = load_from_disk(str(tmp_path / "more" / "datasets"))
+    rows = {row["id"]: row for row in splits["drafter_train"]}
+    later = [row for row in rows.values() if num_awaited(row)]
+    share = len(later) / len(plain["drafter_train"])
+    assert len(rows) == len(plain["drafter_train"]) + len(later)
+    assert 0.15 < share < 0.65, share  # of 53 rows: four standard deviations of 6.7% around 40%
+    assert {row["text"] for row in later} == {"Why?", "Shorter."}
+    for row in later:
+        first = rows[row["id"].removesuffix("/2") + "/1"]
+        asked, answer, request = json.loads(row["messages_json"])
+        assert [asked] == json.loads(first["messages_json"])
+        assert answer == {"role": "assistant", "content": None}
+        assert (request["role"], request["content"]) == ("user", row["text"])
+        assert row["response"] is None
+        assert row["family"] == first["family"]
+    for name in SPLITS[1:]:
+        assert not any(num_awaited(row) for row in splits[name])
+    summary = (tmp_path / "more" / "summary.txt").read_text()
+    assert f"later turns, asked after the target's own answer: {len(later)}" in summary
+
+
+def test_a_text_to_be_continued_does_not_go_on(tmp_path):
+    rows = [{"text": f"w{n} of so many words as a text must have {n}"} for n in range(80)]
+    data = files([str(write(tmp_path / "a.jsonl", rows))], format="text")
+    assert prepare(data, tmp_path / "out", follow_up_percent=100) == prepare(data, tmp_path / "no")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"follow_up_percent": 101}, r"follow_up_percent=101 must be from 0 to 100"),
+        ({"follow_up_percent": 5, "follow_ups": []}, r"follow_up_percent=5 needs something to say"),
+    ],
+)
+def test_follow_ups_that_cannot_be_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
         Prepare(**{**SETTINGS, **wrong})
 
 
