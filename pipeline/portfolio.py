@@ -19,6 +19,7 @@ from pipeline.launch import sole_writer
 from pipeline.lint_report import read_lint
 from pipeline.round_folders import clean_up
 from pipeline.rounds import ROUNDS, Rounds
+from pipeline.runtime import Runtime
 from pipeline.stage import Need, Workspace
 
 BEGINNINGS = ("topics", "labels")
@@ -74,6 +75,10 @@ class Portfolio(Distill):
             for key, need in parent_need(groups["pool"], member.entry).items()
         }
         return {"answers": Need("regenerate"), **parents}
+
+    def processes_of_a_step(self, runtime: Runtime) -> int:
+        """Members train side by side, one a process, unless each is sharded over all."""
+        return runtime.resolved_processes() if runtime.sharding == "fsdp2" else 1
 
     def train(self, workspace: Workspace) -> dict[str, Any]:
         """The work of one process of those that train together."""

@@ -194,13 +194,17 @@ class TrainDrafter(Stage):
         }
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
-        size = workspace.runtime.resolved_processes()
+        size = self.processes_of_a_step(workspace.runtime)
         if self.accumulate % size:
             raise ValueError(
                 f"accumulate={self.accumulate} micro-batches of a step cannot be dealt to {size} "
                 f"processes alike; make it a multiple of {size}, or change runtime.num_processes"
             )
         return launch(self.train, workspace, runtime=workspace.runtime)
+
+    def processes_of_a_step(self, runtime: Runtime) -> int:
+        """How many processes take each step together."""
+        return runtime.resolved_processes()
 
     def train(self, workspace: Workspace) -> dict[str, Any]:
         """The work of one process of those that train together."""

@@ -241,14 +241,17 @@ def test_processes_that_each_train_a_member_end_as_one_process(
     world: World,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Bit for bit, since no sum is shared: two rounds of two members, a thread for each process."""
+    """Bit for bit, since no sum is shared: two rounds of two members, a thread for each process.
+
+    A step of one micro-batch is nobody else's business.
+    """
     ended = {}
     for size in (1, 2):
         runtime = replace(VIRTUAL, num_processes=size, threads=1)
         groups = {"target": tiny_config(world.target), "members": portfolio_members(pool())}
         inputs = {"answers": world.answers, "prompts": world.prompts}
         out = tmp_path / str(size)
-        ended[size] = portfolio().run(workspace(groups, inputs, out, runtime=runtime))
+        ended[size] = portfolio(accumulate=1).run(workspace(groups, inputs, out, runtime=runtime))
     assert ended[1] == ended[2]
     for name in ("left", "right"):
         assert same_weights(tmp_path / "1" / name, tmp_path / "2" / name)
