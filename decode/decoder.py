@@ -3,9 +3,8 @@
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -14,8 +13,9 @@ from decode.device.ready import parts_on_device
 from decode.loop import Loop, Row
 from decode.native.target import NativeTarget
 from decode.noise import Noise, PhiloxNoise
+from decode.orders import Order, read_orders
 from decode.pool import Pool
-from decode.prompts import Prompts, check_prompts, content_ids, read_prompts
+from decode.prompts import Prompts
 from decode.resolve import resolve_drafters, resolve_policy, resolve_target
 from decode.results import GenerationResult, Metrics, StreamChunk, summarise
 from decode.stopping import Stopper, decode
@@ -27,22 +27,8 @@ if TYPE_CHECKING:
     from decode.device.engine import DeviceEngine
     from decode.device.rows import DeviceRow
 
-T = TypeVar("T", bound=str | None)
 COUPLINGS = ("rejection", "gumbel")
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What one request asks for."""
-
-    token_ids: list[int]
-    request_id: str
-    router_text: str | None
-    sampling: Sampling
-    stop: tuple[str, ...]
-    max_new_tokens: int
-    follow_text: bool
 
 
 class Runner(Protocol):
@@ -144,7 +130,16 @@ class SpeculativeDecoder:
         that is not the prompt itself.
         """
         waiting = deque(
-            self._orders(prompts, max_new_tokens, sampling, stop, request_ids, router_texts, False)
+            read_orders(
+                self.target,
+                self.tokenizer,
+                prompts,
+                max_new_tokens,
+                sampling,
+                stop,
+                request_ids,
+                router_texts,
+            )
         )
         runner = self._runner()
         rows: list[Any] = []
@@ -174,7 +169,17 @@ class SpeculativeDecoder:
         """One chunk a step for one prompt; their texts joined are the text of generate()."""
         ids = None if request_id is None else [request_id]
         texts = None if router_text is None else [router_text]
-        orders = self._orders(prompt, max_new_tokens, sampling, stop, ids, texts, True)
+        orders = read_orders(
+            self.target,
+            self.tokenizer,
+            prompt,
+            max_new_tokens,
+            sampling,
+            stop,
+            ids,
+            texts,
+            follow_text=True,
+        )
         if len(orders) != 1:
             raise ValueError(f"stream() takes one prompt, not {len(orders)}; generate() takes more")
         return self._stream(orders[0])
@@ -230,36 +235,6 @@ class SpeculativeDecoder:
             )
         self._said = True
 
-    def _orders(
-        self,
-        prompts: Prompts,
-        max_new_tokens: int,
-        sampling: Sampling | None,
-        stop: str | Sequence[str],
-        request_ids: Sequence[str] | None,
-        router_texts: Sequence[str] | None,
-        follow_text: bool,
-    ) -> list[Order]:
-        """One order a prompt. What could be wrong with the call is found here, before decoding."""
-        read = read_prompts(prompts, self.tokenizer)
-        check_prompts(read, self.target.vocab_size, self.target.max_context)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if stops and self.tokenizer is None:
-            raise ValueError(f"stop={stops} needs a tokenizer; pass tokenizer= to the decoder")
-        if not all(stops):
-            raise ValueError("stop holds an empty string, which every text contains; leave it out")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-        ids = _one_each(request_ids, content_ids(read), "request_ids")
-        if len(set(ids)) < len(ids):
-            raise ValueError("request_ids hold one id twice; they key the noise: give each its own")
-        texts = _one_each(router_texts, [prompt.text for prompt in read], "router_texts")
-        law = sampling or Sampling()
-        return [
-            Order(prompt.token_ids, request_id, text, law, stops, max_new_tokens, follow_text)
-            for prompt, request_id, text in zip(read, ids, texts, strict=True)
-        ]
-
     def _open(self, runner: Runner, order: Order) -> "Row | DeviceRow":
         """The row of an order, its prompt read."""
         length = len(order.token_ids)
@@ -302,11 +277,3 @@ def holds_bitwise(target: Target) -> bool:
     """Whether a token's logits are the same whatever is read beside it, as far as is known."""
     exactness = getattr(target, "exactness", "law")
     return exactness == "bitwise" and getattr(target, "width_dependence", None) is None
-
-
-def _one_each(given: Sequence[str] | None, made: Sequence[T], name: str) -> Sequence[str | T]:
-    if given is None:
-        return made
-    if len(given) != len(made):
-        raise ValueError(f"{name} has {len(given)} entries for {len(made)} prompts; give one each")
-    return given
