@@ -17,8 +17,8 @@ def with_follow_ups(
 ) -> list[Row]:
     """The rows, and behind `percent` of every hundred conversations among them one turn more.
 
-    Which ones go on, and with which request, follows from seed and id alone. The ids of both turns
-    end with their number, by which the second finds the first.
+    Which ones go on, and with which request, follows from seed and id alone. A first turn keeps its
+    id, by which other choices are made; the second's is that and its number.
     """
     found = []
     for row in rows:
@@ -38,5 +38,5 @@ def with_follow_ups(
             messages_json=json.dumps(messages, ensure_ascii=False),
             response=None,
         )
-        found += [replace(row, id=f"{row.id}/1"), second]
+        found += [row, second]
     return found

@@ -168,9 +168,8 @@ class Regenerate(Stage):
             if split not in splits:
                 log.info("the data has no split called %s, so none of it is answered", split)
                 continue
-            for place, prompt in balanced(splits[split], self.prompts_per_domain[split], seed):
-                if num_awaited(prompt):
-                    continue
+            begun = [prompt for prompt in splits[split] if not num_awaited(prompt)]
+            for place, prompt in balanced(begun, self.prompts_per_domain[split], seed):
                 laws = LAWS[choice] or ((GREEDY, SAMPLED)[place % 2],)
                 ids = prompt_ids(target.tokenizer, prompt)
                 if max(ids, default=0) >= target.vocab_size:

@@ -24,13 +24,15 @@ def completed(
     under; where one was left out, those after it are left out too.
     """
     wanted = {_turn(prompt, n) for prompt in prompts for n in range(1, num_awaited(prompt) + 1)}
+    begun = {name.removesuffix("/1") for name in wanted if name.endswith("/1")}
     said: dict[tuple[str, str], str] = {}
     laws: dict[str, None] = {}
     for answer in Answers(folder).rows(split, with_teacher=False):
-        if answer.id in wanted:
+        name = f"{answer.id}/1" if answer.id in begun else answer.id
+        if name in wanted:
             laws[answer.law] = None
             text = tokenizer.decode(answer.answer_ids, skip_special_tokens=True)
-            said[answer.id, answer.law] = text.strip()
+            said[name, answer.law] = text.strip()
     for prompt in prompts:
         for law in laws:
             keys = [(_turn(prompt, n), law) for n in range(1, num_awaited(prompt) + 1)]
@@ -52,5 +54,5 @@ def _messages(prompt: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _turn(prompt: Mapping[str, Any], number: int) -> str:
-    """The id of an earlier turn: ids of turns end with their number."""
+    """The id of an earlier turn: ids of turns end with their number, which the first may lack."""
     return f"{prompt['id'].rpartition('/')[0]}/{number}"

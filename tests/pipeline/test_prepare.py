@@ -342,7 +342,7 @@ def test_conversations_go_on_after_an_answer_that_is_yet_to_come(tmp_path):
     assert 0.15 < share < 0.65, share  # of 53 rows: four standard deviations of 6.7% around 40%
     assert {row["text"] for row in later} == {"Why?", "Shorter."}
     for row in later:
-        first = rows[row["id"].removesuffix("/2") + "/1"]
+        first = rows[row["id"].removesuffix("/2")]
         asked, answer, request = json.loads(row["messages_json"])
         assert [asked] == json.loads(first["messages_json"])
         assert answer == {"role": "assistant", "content": None}

@@ -1,8 +1,9 @@
 """Would catch: left padding that leaks into a row's logits, cache rows that no longer match their
 jobs after one leaves, a last token that is lost or an EOS that is dropped, numbers noted for the
 wrong token, draws that depend on the batch, one law for a whole domain, a resumed run that
-writes other files; and of slots: a ring that wraps over a row's own tokens, a row that sees what
-its slot held before, rotary positions taken from columns, a row that goes on after its end.
+writes other files, a later turn that takes a first one's place; and of slots: a ring that wraps
+over a row's own tokens, a row that sees what its slot held before, rotary positions taken from
+columns, a row that goes on after its end.
 
 Tolerances: log-sum-exp and logits of a padded batch against one unpadded pass agree to 1e-4
 (float32, values of some 10, sums in another order); log-probabilities likewise. Tokens and files
@@ -24,7 +25,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tiny import EOS, VOCAB_SIZE, tiny_model, tiny_target_folder
+from tiny import EOS, VOCAB_SIZE, tiny_model, tiny_target_folder, tiny_tokenizer
 from workspace import prompt, tiny_config, workspace, write_prompts
 
 from decode.sampling import law_of
@@ -34,9 +35,12 @@ from kernels.reference import processed_probs
 from pipeline import answering, regenerate
 from pipeline.answering import speed
 from pipeline.answers import INDEX, Answers, AnswerWriter
+from pipeline.chat import prompt_ids
+from pipeline.follow_ups import with_follow_ups
 from pipeline.generation import Generator, Job, Trace
 from pipeline.launch import WorkerError, sole_writer
 from pipeline.regenerate import Regenerate, balanced
+from pipeline.rows import COLUMNS, Row
 from pipeline.runtime import Runtime
 from pipeline.slots import SlotGenerator
 from pipeline.stage import Pipeline, Stage, Workspace
@@ -351,6 +355,33 @@ def test_later_turns_wait_for_all_processes(made: Made, tmp_path: Path) -> None:
     two = run(talking, target, prompts, tmp_path / "two", TOGETHER)
     assert one["num_answers"] == two["num_answers"] == 20
     assert same_files(tmp_path / "one", tmp_path / "two")
+
+
+def test_prompts_go_on_after_the_first_turns_that_were_chosen(made: Made, tmp_path: Path) -> None:
+    """Two of five conversations of each domain, all of which would go on."""
+    rows = [Row(**row) for row in SPLITS["drafter_train"]]
+    more = with_follow_ups(rows, 100, ["w1 w2", "w3"], seed=5)
+    splits = {"drafter_train": [{name: getattr(row, name) for name in COLUMNS} for row in more]}
+    prompts = write_prompts(tmp_path / "prompts", splits)
+    some = {"drafter_train": 2, "validation": 0, "mixed": 0}
+    run(stage(prompts_per_domain=some), made[0], prompts, tmp_path / "out")
+    answers = {answer.id: answer for answer in Answers(tmp_path / "out").rows()}
+    later = [name for name in answers if name.endswith("/2")]
+    assert len(later) == len(answers) - len(later) == 4
+    tokenizer = tiny_tokenizer()
+    for name in later:
+        first, second = answers[name.removesuffix("/2")], answers[name]
+        messages = [
+            {"role": "user", "content": first.text},
+            {
+                "role": "assistant",
+                "content": tokenizer.decode(first.answer_ids, skip_special_tokens=True).strip(),
+            },
+            {"role": "user", "content": second.text},
+        ]
+        wanted = prompt_ids(tokenizer, {"messages_json": json.dumps(messages), "text": ""})
+        assert second.token_ids[: second.num_prompt_tokens].tolist() == wanted
+        assert second.law == first.law
 
 
 @pytest.mark.parametrize("runtime", [VIRTUAL, TOGETHER], ids=["one", "two"])
