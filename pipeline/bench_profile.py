@@ -124,7 +124,7 @@ def profile_step(
 ) -> dict[str, Any]:
     """Kernels and totals of the step that one row settles on."""
     steps = WARM_STEPS + PACE_STEPS * rounds
-    budget = (steps + REPLAYS) * (draft_length + 1)
+    budget = (steps + 2 * REPLAYS) * (draft_length + 1)  # so that no step is cut short
     runner, row = _row(engine, drafter, draft_length, context_tokens, budget, clock)
     for _ in range(WARM_STEPS):
         runner.step([row])

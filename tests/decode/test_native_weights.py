@@ -159,6 +159,18 @@ def test_another_model_is_refused_untouched_and_goes_through_transformers(
     assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in before.items())
 
 
+def test_kernels_share_what_the_module_holds() -> None:
+    """As on CUDA, where a drafter or a peer asks for the module of a target that was taken."""
+    model = family(UNTIED)
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    ours = native(model, take=True, kernels=True)
+    assert ours.layout == "stacked"
+    assert ours.weight_bytes == num_bytes
+    assert ours.model is model
+    assert ours.weight_bytes == num_bytes
+    assert all(not parameter.is_meta for parameter in model.parameters())
+
+
 def test_where_bitwise_must_hold_a_target_that_rounds_by_width_is_refused(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

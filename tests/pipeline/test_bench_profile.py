@@ -87,7 +87,7 @@ def test_the_engines_own_steps_are_taken_apart(
 @on_cpu
 def test_a_context_without_room_is_refused(folder: Path) -> None:
     engine = Engine(str(folder), "float32", "cpu", "law")
-    with pytest.raises(ValueError, match="context_tokens=120 and 16 more do not fit"):
+    with pytest.raises(ValueError, match="context_tokens=120 and 26 more do not fit"):
         profile_step(engine, None, 1, 120, 1, None, VirtualClock())
 
 
