@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 GROWTH = 2  # tokens by which a measured row grows between two proposals, as an accepted step would
 BUSY = 1.5  # median over fastest, above which timings are not to be trusted
+QUICK_REPEATS, QUICK_REPEATS_ON_DEVICE = 3, 10  # of two rows: there a step is a few milliseconds
 LAWS = (Sampling(), Sampling(temperature=1.0))  # measured: greedy, sampled
 SYNTHETIC_PERIOD = 23  # tokens after which the repeating synthetic context repeats
 
@@ -125,8 +126,11 @@ def quick_costs(target: Target, drafters: Mapping[str, Drafter], clock: Clock) -
     """
     widths = [2, 5, MAX_DRAFT_TOKENS + 1]
     length = min(64, target.max_context - MAX_DRAFT_TOKENS - 1)
+    found = parts_on_device(target, drafters)
+    waits = found is None or bool(found[1])
+    repeats = QUICK_REPEATS if waits else QUICK_REPEATS_ON_DEVICE
     return measure_costs(
-        target, drafters, clock, widths, [1, 4], length, repeats=3, with_sampled=False
+        target, drafters, clock, widths, [1, 4], length, repeats, with_sampled=False
     )
 
 

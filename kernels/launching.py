@@ -24,6 +24,11 @@ class Launch:
     args: tuple[Any, ...]
     options: dict[str, Any]
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What it is given, by name."""
+        return dict(zip(self.kernel.arg_names, self.args, strict=False)) | self.options
+
     def kind(self) -> tuple[Any, ...]:
         """Equal for launches that share one compiled kernel."""
         plain = getattr(self.kernel, "do_not_specialize", ())

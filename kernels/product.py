@@ -133,10 +133,14 @@ def _launch(
     )
 
 
+def kernel_name(constants):
+    """How a profile knows the product whose launch has these constants; None is one of them."""
+    kind = "parts" if constants["PARTS"] else "gated" if "second_ptr" not in constants else "whole"
+    return f"product_{kind}_{constants['N']}x{constants['K']}"
+
+
 def _name(specialisation):
-    values = specialisation.constants
-    kind = "parts" if values["PARTS"] else "gated" if "second_ptr" not in values else "whole"
-    return f"product_{kind}_{values['N']}x{values['K']}"
+    return kernel_name(specialisation.constants)
 
 
 @triton.jit(do_not_specialize=["num_rows"], repr=_name)

@@ -6,13 +6,16 @@ On the GPU, first the choice of tiles, then everything else, in bfloat16 unless 
     python -m pipeline.bench_engine TARGET --out engine.json
     python -m pipeline.bench_engine TARGET --overlap prefetch --skip texts --out prefetch.json
     python -m pipeline.bench_engine TARGET --exactness law --skip texts bits --out law.json
+    python -m pipeline.bench_engine TARGET --profile --drafter FOLDER --out step.json
 
 Parts: `passes` (milliseconds in a graph by width and batch, and the share of the measured copy
 bandwidth at which weights and cache are read), `kernels` (microseconds of each launch of one pass),
 `bits` (is a token's row of logits, in every width and batch, the one it has alone?), `texts` (plain
-greedy decoding beside transformers compiled over a static cache, prompts and ways in turn). Without
-a GPU all of it runs in Triton's interpreter (TRITON_INTERPRET=1), on a tiny model, to show that it
-runs; times are then none.
+greedy decoding beside transformers compiled over a static cache, prompts and ways in turn).
+`--profile` takes whole steps of the engine apart instead: plain, with a lookup and with each
+drafter that is named. Its tables are written beside the JSON as text too. Without a GPU all of it
+runs in Triton's interpreter (TRITON_INTERPRET=1), on a tiny model, to show that it runs; times are
+then none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +31,7 @@ from pipeline.bench_command import command, conditions, new_table, show, told
 from pipeline.bench_kernels import copy_bandwidth
 from pipeline.bench_passes import Engine, bit_equality, kernel_times, pass_times
 from pipeline.bench_plain import texts_in_turn
+from pipeline.bench_profile import profile_lines, profile_steps, profile_tables
 from pipeline.bench_sweep import (
     attention_table,
     pinned_lines,
@@ -165,12 +169,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=MODES,
         help="how kernels follow one another; off unless given",
     )
+    parser.add_argument("--profile", action="store_true", help="whole steps, kernel by kernel")
+    parser.add_argument(
+        "--drafter", nargs="+", default=(), help="folders or names, beside a lookup"
+    )
+    parser.add_argument("--draft-length", type=int, default=3, help="of profiled steps")
     parser.add_argument("--sweep", action="store_true", help="time candidates for tiles instead")
     parser.add_argument("--sweep-rows", type=int, nargs="+", default=(1, 64))
     given = vars(parser.parse_args(arguments))
     out, name, rows = given.pop("out"), given.pop("target"), given.pop("sweep_rows")
     if (mode := given.pop("overlap")) is not None:
         use(mode)
+    profile = given.pop("profile")
+    drafters, length = given.pop("drafter"), given.pop("draft_length")
+    if profile:
+        kept = ("dtype", "device", "exactness", "context_tokens", "rounds")
+        settings = {key: given[key] for key in kept}
+        found = profile_steps(name, drafters=drafters, draft_length=length, **settings)
+        _show_profile(told(found, out), out)
+        return
     if given.pop("sweep"):
         results = told(swept(name, given["dtype"], given["device"], rows), out)
         found = results["sweep"]
@@ -178,6 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(attention_table(results["attention"]))
         return
     show(*tables(told(measure(name, **given), out)))
+
+
+def _show_profile(results: Mapping[str, Any], out: Path | None) -> None:
+    show(*profile_tables(results))
+    if out is not None:
+        text = "\n".join(profile_lines(results)).strip() + "\n"
+        out.with_suffix(".txt").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

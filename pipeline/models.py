@@ -20,6 +20,7 @@ from typing import Any
 from decode.targets.choices import (
     AUTO,
     check_choice,
+    device_obstacle,
     fast_dtype,
     native_obstacle,
     usual_backend,
@@ -97,13 +98,14 @@ class TargetConfig(Source):
     def resolved(self, runtime: Runtime) -> "TargetConfig":
         """The same with what "auto" stands for on this machine and for this model.
 
-        backend: native on a CPU for a model that it knows, else transformers. dtype: bfloat16 where
-        the hardware multiplies it, else float32, and float32 for transformers on a CPU, which would
-        write other greedy texts. exactness: the most that the backend promises.
+        backend: native on CPUs and CUDA for a model that it knows, else transformers. dtype:
+        bfloat16 where the hardware multiplies it, else float32, and float32 for transformers on a
+        CPU, which would write other greedy texts. exactness: the most that the backend promises.
         """
         device = runtime.resolved_device()
         backend = usual_backend(device) if self.backend == AUTO else self.backend
-        if backend == "native" and (obstacle := self._native_obstacle()):
+        obstacle = None if backend != "native" else self._native_obstacle(device)
+        if obstacle:
             backend = "transformers"
             warn_of_transformers(self.name_or_path, obstacle)
         usual = "float32" if (device, backend) == ("cpu", "transformers") else fast_dtype(device)
@@ -111,7 +113,9 @@ class TargetConfig(Source):
         exactness = usual_exactness(backend) if self.exactness == AUTO else self.exactness
         return replace(self, dtype=dtype, backend=backend, exactness=exactness)
 
-    def _native_obstacle(self) -> str | None:
+    def _native_obstacle(self, device: str) -> str | None:
+        if (obstacle := device_obstacle(device)) is not None:
+            return obstacle
         config = json.loads((self.resolve() / "config.json").read_text(encoding="utf-8"))
         if self.trust_remote_code and config.get("auto_map"):
             return "it brings code of its own"

@@ -40,6 +40,7 @@ TIMED_PROMPTS = 20
 class TrainRouter(Stage):
     """Trains on router_train, calibrates on validation, reports on test and its variations."""
 
+    format_version: ClassVar[int] = 2  # how often a drafter proposes anything
     reads: ClassVar[tuple[str, ...]] = ("encoder",)
     summary: ClassVar[str] = "learn from a prompt how far each drafter can be trusted"
 

@@ -19,7 +19,7 @@ from router.head import Head
 from router.model import RouterModel, Standardiser
 from router.population import Population, centre_of
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -45,6 +45,7 @@ class PopulationRouter:
             depth_offsets={
                 name: tuple(row) for name, row in zip(self.drafters, offsets.tolist(), strict=True)
             },
+            match_chance=self._named(self.population.match_chance_at(_row(sampling))[0]),
             source="population" if prediction is None else "router",
         )
 

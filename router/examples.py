@@ -5,7 +5,8 @@ An accept matrix [A, D] (drafters.score) says for every start in an answer how l
 each depth is accepted, given that those before it were. Here it is summed to counts, in which only
 two things matter:
 
-- a NaN is no proposal, so it counts neither as a trial nor as a rejection;
+- a NaN is no proposal, so it counts neither as a trial nor as a rejection, but as a start where
+  the drafter was asked in vain;
 - depth k weighs each start by the chance that drafting got there, the product of the entries
   before it.
 
@@ -49,6 +50,7 @@ class Examples:
     temperatures: Tensor  # [P] float64
     accepted: Tensor  # [P, N, D] float64
     proposed: Tensor  # [P, N, D] float64
+    asked: Tensor  # [P, N] float64, starts in its answers
     square_sums: Tensor  # [P, N]: sum of (a - mean)^2 over the starts of one answer, depth 1
     lagged_sums: Tensor  # [P, N]: sum of (a[t] - mean)(a[t + 1] - mean)
 
@@ -98,6 +100,7 @@ def collect_examples(rows: Iterable[Row], drafters: Sequence[str] | None = None)
     depth = max((row.accept.shape[1] for row in rows), default=1)
     counts = np.zeros((2, len(place), len(names), depth))
     spread = np.zeros((2, len(place), len(names)))
+    asked = np.zeros((len(place), len(names)))
     for row in rows:
         if row.drafter not in names:
             raise ValueError(
@@ -107,6 +110,7 @@ def collect_examples(rows: Iterable[Row], drafters: Sequence[str] | None = None)
         p, n = place[row.split, row.prompt_id, float(row.temperature)], names.index(row.drafter)
         counts[:, p, n, : row.accept.shape[1]] += count_depths(row.accept)
         spread[:, p, n] += _spread(row.accept)
+        asked[p, n] += len(row.accept)
     first = list(keys.values())
 
     def column(name: str, dtype: Any = object) -> np.ndarray:
@@ -123,6 +127,7 @@ def collect_examples(rows: Iterable[Row], drafters: Sequence[str] | None = None)
         temperatures=torch.tensor(column("temperature", float), dtype=torch.float64),
         accepted=torch.from_numpy(counts[0]),
         proposed=torch.from_numpy(counts[1]),
+        asked=torch.from_numpy(asked),
         square_sums=torch.from_numpy(spread[0]),
         lagged_sums=torch.from_numpy(spread[1]),
     )

@@ -3,7 +3,8 @@ temperature.
 
 Model: the acceptance of drafter i on prompt p is sigmoid(z), z ~ N(mean_i, sd_i^2) between prompts,
 and its accepted tokens are binomial with the trials divided by their dispersion
-(examples.dispersion). Two scales are kept apart: `log_odds` is the logit of the acceptance of a
+(examples.dispersion). Beside it stands how often the drafter proposes anything where it is asked,
+as a lookup may not. Two scales are kept apart: `log_odds` is the logit of the acceptance of a
 token drawn at large, `mean` the centre of the prompts' logits. They differ because a sigmoid bends
 (D. J. C. MacKay 1992, "The evidence framework applied to classification networks"):
 sigmoid(log_odds) = E sigmoid(z) for mean = log_odds sqrt(1 + pi sd^2/8).
@@ -34,24 +35,30 @@ class Population:
     log_odds: Tensor  # [L, N] logit of a token's acceptance at depth 1
     sd: Tensor  # [L, N] spread of the prompts' logits
     depth_offsets: Tensor  # [L, N, D]; depth 1 (index 0) adds 0
+    match_chance: Tensor  # [L, N] of a proposal at a start of an answer
 
     def at(self, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # temperatures [P]
-        """log_odds [P, N], sd [P, N] and depth offsets [P, N, D].
+        """log_odds [P, N], sd [P, N] and depth offsets [P, N, D]."""
+        return (
+            self._mixed(self.log_odds, temperatures),
+            self._mixed(self.sd, temperatures),
+            self._mixed(self.depth_offsets, temperatures),
+        )
 
-        Linear between the known temperatures, constant outside them.
-        """
+    def match_chance_at(self, temperatures: Tensor) -> Tensor:  # [P] -> [P, N]
+        """How often each drafter proposes anything where it is asked."""
+        return self._mixed(self.match_chance, temperatures)
+
+    def _mixed(self, values: Tensor, temperatures: Tensor) -> Tensor:  # [L, ...] -> [P, ...]
+        """Linear between the known temperatures, constant outside them."""
         known = self.temperatures
         x = temperatures.clamp(known[0], known[-1])
         right = torch.searchsorted(known, x).clamp(max=len(known) - 1)
         left = (right - 1).clamp(min=0)
         gap = (known[right] - known[left]).clamp(min=1e-12)
         weight = torch.where(right == left, torch.zeros_like(x), (x - known[left]) / gap)
-
-        def mix(values: Tensor) -> Tensor:
-            w = weight.reshape(-1, *[1] * (values.dim() - 1))
-            return (1 - w) * values[left] + w * values[right]
-
-        return mix(self.log_odds), mix(self.sd), mix(self.depth_offsets)
+        w = weight.reshape(-1, *[1] * (values.dim() - 1))
+        return (1 - w) * values[left] + w * values[right]
 
 
 def centre_of(log_odds: Tensor, sd: Tensor) -> Tensor:
@@ -65,6 +72,7 @@ def fit_population(examples: Examples) -> Population:
     inflation = dispersion(examples)
     shared = _rate(examples.successes.sum(), examples.trials.sum(), torch.tensor(0.5))
     own = _rate(examples.successes.sum(0), examples.trials.sum(0), shared)
+    matching = _rate(examples.trials.sum(0), examples.asked.sum(0), torch.tensor(0.5))
     beliefs = []
     for temperature in temperatures:
         part = examples.take((examples.temperatures == temperature).numpy())
@@ -72,9 +80,10 @@ def fit_population(examples: Examples) -> Population:
         successes, trials = part.successes / inflation, part.trials / inflation
         expected = torch.full_like(log_odds, USUAL_SD)
         sd = between_prompt_sd(successes, trials, log_odds.expand_as(trials), expected)
-        beliefs.append((log_odds, sd, _depth_offsets(part, log_odds, sd, inflation)))
-    log_odds, sd, offsets = (torch.stack(values) for values in zip(*beliefs, strict=True))
-    return Population(temperatures, log_odds, sd, offsets)
+        offsets = _depth_offsets(part, log_odds, sd, inflation)
+        matches = _rate(part.trials.sum(0), part.asked.sum(0), matching)
+        beliefs.append((log_odds, sd, offsets, matches))
+    return Population(temperatures, *(torch.stack(found) for found in zip(*beliefs, strict=True)))
 
 
 def logit(rate: Tensor) -> Tensor:

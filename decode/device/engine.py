@@ -19,8 +19,7 @@ from decode.device.parts import DeviceParts
 from decode.device.plan import RowPlan, Rules, Shape
 from decode.device.records import RowResult, draft_shares, make_record, row_results, step_seconds
 from decode.device.rows import DeviceRow, QueuedStep, RowStep
-from decode.device.state import DeviceState
-from decode.device.steps import Steps
+from decode.device.shared import shared_steps
 from decode.native.kernel_forward import BATCHES, WIDTHS, bucket
 from decode.native.static_cache import StaticRow
 from decode.native.target import NativeTarget
@@ -56,15 +55,8 @@ class DeviceEngine:
         self.members = Members.of(parts)
         self.gumbel = coupling == "gumbel"
         self.forward = target.kernel_forward
-        self.state = DeviceState(
-            self.forward.cache,
-            target.vocab_size,
-            sorted(target.eos_token_ids),
-            len(self.members.models),
-            clock,
-        )
-        models = self.members.models
-        self.steps = Steps(self.state, self.forward, target.vocab_size, models)
+        self._shared = shared_steps(target, self.members.models, clock)
+        self.state, self.steps = self._shared.state, self._shared.steps
         self._under_way: deque[QueuedStep] = deque()
         self._ended: int | None = None  # when the last step that was taken in had ended
 

@@ -30,14 +30,9 @@ def measure_on_device(
     timer = StepTimer(target, parts, clock)
     length = max(len(row) for row in rows)
     widths = [width for width in widths if length - 1 + width <= target.max_context]
-    try:
-        found = [_under(law, timer, parts, rows, widths, draft_lengths, repeats) for law in laws]
-        verify, draft = [tables[0] for tables in found], [tables[1] for tables in found]
-        firsts = {
-            name: _first(timer, name, rows[0], min(repeats, 3), draft[0][name]) for name in parts
-        }
-    finally:
-        timer.close()
+    found = [_under(law, timer, parts, rows, widths, draft_lengths, repeats) for law in laws]
+    verify, draft = [tables[0] for tables in found], [tables[1] for tables in found]
+    firsts = {name: _first(timer, name, rows[0], min(repeats, 3), draft[0][name]) for name in parts}
     return Tables(verify, draft, firsts)
 
 

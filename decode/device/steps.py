@@ -50,6 +50,7 @@ class Steps:
     ) -> None:
         self.graphs = Graphs(state.device)
         self.by_shape: dict[Shape, DeviceStep] = {}
+        self.newest: Shape | None = None  # of the step that was queued last
         self._state, self._target, self._models = state, target, models
         self._vocab_size = vocab_size
         self._versions: tuple[int, ...] = ()
@@ -58,6 +59,7 @@ class Steps:
         """Have the device make a step; what it records is on its way."""
         step = self._step(shape)
         step.plan.fill(rows)
+        self.newest = shape
         return Arrival.of(self.graphs.run(shape, step.compute, changes=self._state.changes))
 
     def fitting(self, shape: Shape, ending: bool) -> Shape:

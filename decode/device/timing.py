@@ -1,5 +1,6 @@
 """Seconds of a step's parts on the device: captured steps of each shape in turn, by their own
-stamps, as the engine queues them and its records tell them.
+stamps, as the engine queues them and its records tell them; what is captured for it is the
+engine's too.
 
 Nothing is emitted: before each step the row is what it was, so that its tokens alone decide whether
 a lookup matches. Keys and values are not written beforehand, since no step's time depends on them.
@@ -16,8 +17,9 @@ from decode.device.engine import CATCH_UPS, NUM_DRAFTS
 from decode.device.members import Members
 from decode.device.parts import DeviceParts
 from decode.device.plan import RowPlan, Rules, Shape
-from decode.device.state import DONE, DRAFTED, NANO, START, DeviceState
-from decode.device.steps import Arrival, Steps
+from decode.device.shared import shared_steps
+from decode.device.state import DONE, DRAFTED, NANO, START
+from decode.device.steps import Arrival
 from decode.native.kernel_forward import bucket
 from decode.native.target import NativeTarget
 from decode.types import MAX_DRAFT_TOKENS, OFF, Sampling
@@ -57,10 +59,8 @@ class StepTimer:
         models = self.members.models
         self._place = self._forward.open()
         self._models = [model.forward.open() for model in models]
-        eos = sorted(target.eos_token_ids)
-        cache, size = self._forward.cache, target.vocab_size
-        self._state = DeviceState(cache, size, eos, len(models), clock)
-        self._steps = Steps(self._state, self._forward, size, models)
+        shared = shared_steps(target, models, clock, waits=True)
+        self._state, self._steps = shared.state, shared.steps
 
     @torch.inference_mode()
     def round(self, arms: Sequence[TimedArm], row: Sequence[int]) -> list[TimedStep]:
@@ -86,11 +86,6 @@ class StepTimer:
             moments = Arrival.of(self._state.moments).wait()
             seconds.append((moments[DONE] - moments[START]) / NANO)
         return median(seconds[1:])
-
-    def close(self) -> None:
-        """Hand the memory of the captured steps back."""
-        self._steps.graphs.clear()
-        self._steps.by_shape.clear()
 
     def limit(self, arm: TimedArm, num_tokens: int) -> int:
         """Tokens that an arm may draft after so many."""

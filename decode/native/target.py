@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from decode.native.architecture import read_architecture
+from decode.native.architecture import UnsupportedModelError, read_architecture
 from decode.native.cache import CacheRow
 from decode.native.exactness import width_dependence
 from decode.native.forward import Forward
@@ -40,7 +40,8 @@ class NativeTarget:
     to 17 tokens or of two rows, a warning at load says so. "law" is a little faster. With
     `kernels`, by default on CUDA, passes run in Triton kernels over a static cache.
 
-    Raises UnsupportedModelError for a model of another kind, before it is touched.
+    Raises UnsupportedModelError for a model of another kind, before it is touched, and with
+    `must_hold` where there would be a warning.
     """
 
     backend = "native"
@@ -54,6 +55,7 @@ class NativeTarget:
         take: bool = False,
         exactness: str = "bitwise",
         kernels: bool | None = None,
+        must_hold: bool = False,
     ) -> None:
         if exactness not in EXACTNESS:
             raise ValueError(f"exactness={exactness} is not known; use {' or '.join(EXACTNESS)}")
@@ -70,7 +72,7 @@ class NativeTarget:
         self.dtype, self._device = weight.dtype, weight.device
         self._kernels = self._device.type == "cuda" if kernels is None else kernels
         self._forward = self._take(model, take)
-        self.width_dependence = self._check() if exactness == "bitwise" else None
+        self.width_dependence = self._check(must_hold) if exactness == "bitwise" else None
 
     @classmethod
     def from_pretrained(
@@ -167,8 +169,10 @@ class NativeTarget:
         forward.prepare()
         return forward
 
-    def _check(self) -> str | None:
+    def _check(self, must_hold: bool) -> str | None:
         found = width_dependence(self)
+        if found and must_hold:
+            raise UnsupportedModelError(f"exactness=bitwise does not hold there ({found})")
         if found:
             log.warning(
                 "exactness=bitwise does not hold for %s in %s on this machine: %s; greedy texts "

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ log = logging.getLogger(__name__)
 AUTO = "auto"
 BACKENDS = (AUTO, "native", "transformers")
 EXACTNESS = ("bitwise", "law")
+CAPABILITY = (8, 0)  # of a GPU whose matrix units multiply what the kernels ask of them
 UNSAID = {  # stand for what a config.json leaves to its class; no choice depends on them
     "hidden_size": 1,
     "num_attention_heads": 1,
@@ -48,8 +50,8 @@ def fast_dtype(device: str) -> str:
 
 
 def usual_backend(device: str) -> str:
-    """What "auto" is for a model of the native family; on a GPU that is asked for by name."""
-    return "native" if device.startswith("cpu") else "transformers"
+    """What "auto" is for a model of the native family, where nothing stands against it."""
+    return "native" if device.startswith(("cpu", "cuda")) else "transformers"
 
 
 def usual_exactness(backend: str) -> str:
@@ -60,6 +62,21 @@ def usual_exactness(backend: str) -> str:
 def warn_of_transformers(name: str, reason: object) -> None:
     """Say that another backend computes a model than the one that was meant to."""
     log.warning("%s goes through the transformers backend: %s", name, reason)
+
+
+def device_obstacle(device: str) -> str | None:
+    """Why the native backend cannot compute on this device; None where it can."""
+    if not device.startswith("cuda"):
+        return None
+    if find_spec("triton") is None:
+        return "its kernels need the package triton, which is not installed"
+    import torch
+
+    found = torch.cuda.get_device_capability(torch.device(device))
+    if found >= CAPABILITY:
+        return None
+    least, there = (".".join(map(str, version)) for version in (CAPABILITY, found))
+    return f"its kernels need a GPU of compute capability {least}, and this one has {there}"
 
 
 def native_obstacle(config: Mapping[str, Any]) -> str | None:

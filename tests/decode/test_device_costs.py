@@ -41,6 +41,7 @@ def quick_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def by_reference(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(static_cache, "FIRST_CAPACITY", 128)
+    patch.setattr(cost_measurement, "QUICK_REPEATS_ON_DEVICE", 2)
     forward_by_reference(patch)
 
 

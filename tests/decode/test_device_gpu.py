@@ -141,7 +141,12 @@ def test_costs_are_measured_in_captured_steps() -> None:
     assert all(0 < one < 0.1 for one in [*seconds, costs.plain_seconds])
     assert costs.sampled_verify_seconds == {}
     assert all(costs.catch_up_seconds(name, 64) > 0 for name in ("lm", "other", "few", "both"))
-    found = SpeculativeDecoder(target, drafters).generate(ids(5), 60).token_ids
+    decoder = SpeculativeDecoder(target, drafters)  # measures again, for its policy
+    engine = decoder._runner()
+    assert isinstance(engine, DeviceEngine)
+    captured = [shape for shape in engine.steps.by_shape if engine.steps.graphs.captured(shape)]
+    assert len(captured) >= 2 * len(NAMES)
+    found = decoder.generate(ids(5), 60).token_ids
     if target.width_dependence is None:
         assert found == generate(target, {}, None, ids(5), 60).token_ids
 

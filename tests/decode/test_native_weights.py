@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode import SpeculativeDecoder
 from decode.costs import costs_key
+from decode.native import target as native_target
 from decode.native.architecture import UnsupportedModelError
 from decode.native.products import blocked_is_possible
 from decode.native.target import NativeTarget
@@ -156,6 +157,30 @@ def test_another_model_is_refused_untouched_and_goes_through_transformers(
     with pytest.raises(ValueError, match="exactness=bitwise is not to be had"):
         make_target(model, None, backend="native", exactness="bitwise", take=True)
     assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in before.items())
+
+
+def test_kernels_share_what_the_module_holds() -> None:
+    """As on CUDA, where a drafter or a peer asks for the module of a target that was taken."""
+    model = family(UNTIED)
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    ours = native(model, take=True, kernels=True)
+    assert ours.layout == "stacked"
+    assert ours.weight_bytes == num_bytes
+    assert ours.model is model
+    assert ours.weight_bytes == num_bytes
+    assert all(not parameter.is_meta for parameter in model.parameters())
+
+
+def test_where_bitwise_must_hold_a_target_that_rounds_by_width_is_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_target, "width_dependence", lambda target: "they differ")
+    with pytest.raises(UnsupportedModelError, match="does not hold there"):
+        native(build("Llama"), must_hold=True, exactness="bitwise")
+    assert not caplog.messages
+    assert native(build("Llama"), must_hold=True, exactness="law").width_dependence is None
+    assert native(build("Llama"), exactness="bitwise").width_dependence == "they differ"
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,10 +1,10 @@
 """What "auto" stands for in a target's config: dtype, backend and exactness.
 
-Would catch: bfloat16 where the processor has none; our own forward on a GPU, or for a model that it
-does not know; a promise of exactness that is dropped in silence, or made by a backend that cannot
-keep it; a value that a person gave and that is replaced; an identity that says "auto", so that two
-machines share an artifact; a choice that is made again, or said again, for every stage; a model
-that is fetched for a stage that does not read it.
+Would catch: bfloat16 where the processor has none; our own forward on a GPU that is too old or has
+no Triton, or for a model that it does not know; a promise of exactness that is dropped in silence,
+or made by a backend that cannot keep it; a value that a person gave and that is replaced; an
+identity that says "auto", so that two machines share an artifact; a choice that is made again, or
+said again, for every stage; a model that is fetched for a stage that does not read it.
 """
 
 import json
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +22,8 @@ from toys import RUNTIME
 from workspace import GPU, tiny_config
 from workspace import RUNTIME as CPU
 
+from decode.native.architecture import UnsupportedModelError
+from decode.targets import backends, choices
 from pipeline.build import load_target
 from pipeline.manifest import read_manifest
 from pipeline.models import TargetConfig
@@ -38,6 +41,11 @@ def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(Runtime, "resolved_device", lambda self: self.device)
     has_bfloat16(monkeypatch, False)
+    has_capability(monkeypatch, (9, 0))
+
+
+def has_capability(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: version)
 
 
 def has_bfloat16(monkeypatch: pytest.MonkeyPatch, it_has: bool) -> None:
@@ -69,7 +77,8 @@ def chosen(config: TargetConfig, runtime: Runtime = CPU) -> Choice:
         (CPU, True, KNOWN, ("bfloat16", "native", "bitwise")),
         (CPU, False, KNOWN, ("float32", "native", "bitwise")),
         (CPU, True, FOREIGN, ("float32", "transformers", "law")),
-        (GPU, True, KNOWN, ("bfloat16", "transformers", "law")),
+        (GPU, True, KNOWN, ("bfloat16", "native", "bitwise")),
+        (GPU, True, FOREIGN, ("bfloat16", "transformers", "law")),
         (GPU, False, FOREIGN, ("float32", "transformers", "law")),
     ],
 )
@@ -87,7 +96,8 @@ def test_matrix_units_are_enough_for_bfloat16(tmp_path, monkeypatch):
     ("given", "runtime", "expected"),
     [
         ({"dtype": "float32"}, CPU, ("float32", "native", "bitwise")),
-        ({"dtype": "float16"}, GPU, ("float16", "transformers", "law")),
+        ({"dtype": "float16"}, GPU, ("float16", "native", "bitwise")),
+        ({"backend": "transformers"}, GPU, ("bfloat16", "transformers", "law")),
         ({"backend": "transformers"}, CPU, ("float32", "transformers", "law")),
         ({"backend": "native"}, GPU, ("bfloat16", "native", "bitwise")),
         ({"exactness": "law"}, CPU, ("bfloat16", "native", "law")),
@@ -119,13 +129,61 @@ def test_another_model_goes_through_transformers_and_it_is_said(tmp_path, caplog
     assert reason in message
 
 
+@pytest.mark.parametrize("backend", ["auto", "native"])
+@pytest.mark.parametrize(
+    ("version", "has_triton", "reason"),
+    [
+        ((7, 5), True, "a GPU of compute capability 8.0, and this one has 7.5"),
+        ((9, 0), False, "the package triton, which is not installed"),
+    ],
+)
+def test_a_device_without_our_kernels_gets_transformers_and_it_is_said(
+    tmp_path, monkeypatch, caplog, version, has_triton, reason, backend
+):
+    has_capability(monkeypatch, version)
+    monkeypatch.setattr(choices, "find_spec", lambda name: has_triton or None)
+    target = config(tmp_path / "model", backend=backend)
+    with caplog.at_level(logging.WARNING):
+        assert chosen(target, GPU)[1:] == ("transformers", "law")
+    (message,) = caplog.messages
+    assert reason in message
+    assert chosen(target, CPU)[1] == "native"
+    with pytest.raises(ValueError, match="exactness=bitwise is not to be had"):
+        replace(target, backend="auto", exactness="bitwise").resolved(GPU)
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:1", "cpu"])
+@pytest.mark.parametrize("exactness", ["auto", "law"])
+def test_left_to_itself_a_gpu_that_does_not_hold_bitwise_gets_transformers(
+    monkeypatch, caplog, name, exactness
+):
+    def native(*_: Any, must_hold: bool, exactness: str, **__: Any) -> str:
+        assert exactness == ("bitwise" if wanted == "auto" else wanted)
+        if must_hold:
+            raise UnsupportedModelError("it does not hold there")
+        return "native"
+
+    wanted = exactness
+    monkeypatch.setattr(backends, "NativeTarget", native)
+    monkeypatch.setattr(backends, "TransformersTarget", lambda *_: "transformers")
+    model = SimpleNamespace(device=torch.device(name))
+    for backend in ("auto", "native"):
+        caplog.clear()
+        made = backends.make_target(
+            model, None, "m", backend=backend, exactness=exactness, take=True
+        )
+        falls_back = (name != "cpu", backend, exactness) == (True, "auto", "auto")
+        assert made == ("transformers" if falls_back else "native")
+        assert len(caplog.messages) == falls_back
+
+
 def test_code_that_comes_with_a_model_is_not_passed_over(tmp_path):
     said = {**KNOWN, "auto_map": {"AutoModelForCausalLM": "modeling_own.LlamaForCausalLM"}}
     assert chosen(config(tmp_path / "model", said, trust_remote_code=True))[1] == "transformers"
     assert chosen(config(tmp_path / "model", said))[1] == "native"  # where it is not run
 
 
-@pytest.mark.parametrize(("said", "runtime"), [(FOREIGN, CPU), (KNOWN, GPU)])
+@pytest.mark.parametrize(("said", "runtime"), [(FOREIGN, CPU), (FOREIGN, GPU)])
 def test_a_promise_that_cannot_be_kept_is_refused(tmp_path, said, runtime):
     with pytest.raises(ValueError, match="exactness=bitwise is not to be had of transformers"):
         config(tmp_path / "model", said, exactness="bitwise").resolved(runtime)
@@ -142,7 +200,7 @@ def test_the_identity_names_what_was_chosen(tmp_path, monkeypatch):
     assert "auto" not in json.dumps(known)
     has_bfloat16(monkeypatch, True)
     assert known != target.resolved(CPU).identity()
-    there = {"dtype": "bfloat16", "backend": "transformers", "exactness": "law"}
+    there = {"dtype": "bfloat16", "backend": "native", "exactness": "bitwise"}
     assert target.resolved(GPU).identity() == config(tmp_path / "model", **there).identity()
 
 

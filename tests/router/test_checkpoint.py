@@ -67,6 +67,10 @@ def test_a_saved_router_says_the_same(model, folder, text, sampling):
     known = dict(zip(("lookup", "small"), offsets[0].tolist(), strict=True))
     assert known["lookup"] != known["small"]
     assert {name: list(row) for name, row in prior.depth_offsets.items()} == known
+    matching = model.population.match_chance_at(temperature)[0].tolist()
+    assert list(prior.match_chance.values()) == matching
+    assert 0.5 < prior.match_chance["lookup"] < 0.7  # of world.py: 0.6
+    assert prior.match_chance["small"] > 0.98
     assert (
         set(prior.mean)
         == set(prior.population_sd)
@@ -126,9 +130,10 @@ def test_another_pool_is_refused_and_another_order_is_not(folder):
 @pytest.mark.parametrize("key", ["schema_version", "feature_version"])
 def test_another_version_is_refused(folder, key):
     config = json.loads((folder / CONFIG).read_text())
+    ours = config[key]
     (folder / CONFIG).write_text(json.dumps({**config, key: 99}))
     with pytest.raises(
-        ValueError, match=f"has {key}=99, this version reads 1; run stage=train_router"
+        ValueError, match=f"has {key}=99, this version reads {ours}; run stage=train_router"
     ):
         load_router(folder, HashEncoder())
 

@@ -1,6 +1,6 @@
 """Would catch: counting noise read as a difference between prompts, the ease of prompts that reach
 deep drafts read as an effect of depth, a sampled answer given the greedy belief, a drafter seen
-once believed at once.
+once believed at once; a lookup that is asked in vain taken for one that is rejected.
 
 Tolerances are some three standard errors of 200 prompts with 60 tokens: 0.15 logits for a mean,
 0.12 for an sd, 0.2 for a depth's offset.
@@ -104,3 +104,35 @@ def test_the_two_laws_of_the_world_differ():
     assert (population.log_odds[0] - population.log_odds[1]).tolist() == pytest.approx(
         [0.3, 0.3], abs=0.15
     )
+
+
+def test_how_often_a_drafter_proposes_is_found_by_temperature():
+    rng = np.random.default_rng(5)
+    rows = []
+    for temperature, share in ((0.0, 0.7), (0.8, 0.2)):
+        some = prompts(rng, 0.5, 0.3, temperature=temperature)
+        for row in some:
+            row.accept[rng.random(len(row.accept)) >= share] = np.nan
+        rows += [dataclasses.replace(row, drafter="lookup") for row in some]
+        rows += prompts(rng, 0.5, 0.3, temperature=temperature, drafter="small")
+    population = fit_population(collect_examples(rows, ("lookup", "small")))
+    # 12,000 starts: three standard errors are 0.013.
+    assert population.match_chance[:, 0].tolist() == pytest.approx([0.7, 0.2], abs=0.013)
+    assert population.match_chance[:, 1].tolist() == pytest.approx([1.0, 1.0], abs=2e-3)
+    between = population.match_chance_at(torch.tensor([0.4, 2.0], dtype=torch.float64))
+    assert between[:, 0].tolist() == pytest.approx([0.45, 0.2], abs=0.013)
+
+
+def test_a_drafter_asked_once_is_not_believed_to_match_always():
+    row = dataclasses.replace(BLANK, drafter="lookup", accept=np.ones((1, 1), np.float32))
+    (chance,) = fit_population(collect_examples([row], ("lookup",))).match_chance[0].tolist()
+    assert 0.5 < chance < 0.6
+
+
+def test_an_answer_without_a_proposal_is_no_rejection():
+    rows = prompts(np.random.default_rng(6), 1.0, 0.3, count=50)
+    silent = [dataclasses.replace(row, prompt_id=f"silent {row.prompt_id}") for row in rows]
+    silent = [dataclasses.replace(r, accept=np.full_like(r.accept, np.nan)) for r in silent]
+    told = fit_population(collect_examples([*rows, *silent]))
+    assert told.log_odds.tolist() == fit_population(collect_examples(rows)).log_odds.tolist()
+    assert told.match_chance[0].tolist() == pytest.approx([0.5], abs=1e-3)
