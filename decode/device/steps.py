@@ -1,5 +1,6 @@
 """The steps of all shapes: captured at their first run, forgotten where something has moved."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from decode.device.state import DeviceState
 from decode.device.step import DeviceStep
 from decode.native.graphs import Graphs
 from decode.native.kernel_forward import KernelForward
+
+PATIENCE = 200  # steps in a graph that is a little too large take as long as capturing one
+SPARE = 4  # tokens that a model might have drafted in vain
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +58,7 @@ class Steps:
         self._state, self._target, self._models = state, target, models
         self._vocab_size = vocab_size
         self._versions: tuple[int, ...] = ()
+        self._missed: Counter[Shape] = Counter()  # steps that went without a graph of their own
 
     def queue(self, shape: Shape, rows: Sequence[RowPlan]) -> Arrival:
         """Have the device make a step; what it records is on its way."""
@@ -63,18 +68,24 @@ class Steps:
         return Arrival.of(self.graphs.run(shape, step.compute, changes=self._state.changes))
 
     def fitting(self, shape: Shape, ending: bool) -> Shape:
-        """The shape, or near the end of all texts a captured one that holds it.
+        """The shape, or a captured one that holds it, as long as capturing would take longer.
 
-        There drafts get shorter with every step, and a graph takes longer to capture than the last
-        steps take in one that is too large.
+        So a policy that changes its mind does not make a text wait for a graph, until it has often
+        wanted the same. Near the end of all texts drafts get shorter with every step, and nothing
+        is captured for the last of them.
         """
-        self._see_moves()
-        if not ending or self.graphs.captured(shape):
+        self.see_moves()
+        if self.graphs.captured(shape):
             return shape
         known = [one for one in self.by_shape if self.graphs.captured(one) and one.holds(shape)]
-        return min(known, key=lambda s: (s.model_drafts, s.most_drafts, s.catch_up), default=shape)
+        if not ending:
+            known = [one for one in known if _near(one, shape)]
+            self._missed[shape] += 1
+        if not known or (not ending and self._missed[shape] > PATIENCE):
+            return shape
+        return min(known, key=lambda s: (s.model_drafts, s.most_drafts, s.catch_up))
 
-    def _see_moves(self) -> None:
+    def see_moves(self) -> None:
         """Forget whatever was captured where something has moved since."""
         forwards = [self._target, *(model.forward for model in self._models)]
         for forward in forwards:
@@ -82,6 +93,7 @@ class Steps:
         versions = (self._state.version, *(forward.cache.version for forward in forwards))
         if versions != self._versions:
             self.graphs.clear()
+            self._missed.clear()
             self._versions = versions
 
     def _step(self, shape: Shape) -> DeviceStep:
@@ -94,3 +106,12 @@ class Steps:
                 step.prepare()
             self.by_shape[shape] = step
         return self.by_shape[shape]
+
+
+def _near(one: Shape, wanted: Shape) -> bool:
+    """Whether a step of this shape, which holds the other, takes hardly longer."""
+    return (
+        one.model == wanted.model
+        and one.model_drafts <= wanted.model_drafts + SPARE
+        and one.most_drafts <= 2 * wanted.most_drafts + 2
+    )

@@ -129,7 +129,8 @@ class StepTimer:
             draft_uniforms=[UNIFORM] * limit if drawn and model is not None else (),
         )
         self._state.admit(self._place.slot, row, MAX_DRAFT_TOKENS + 1, False)
-        return self._steps.queue(self._steps.fitting(shape, ending=False), [plan])
+        self._steps.see_moves()
+        return self._steps.queue(shape, [plan])
 
     def _timed(self, arm: TimedArm, limit: int, numbers: Sequence[int]) -> TimedStep:
         moments, source = numbers[-NUM_MOMENTS:], numbers[SOURCE]

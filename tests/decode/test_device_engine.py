@@ -14,6 +14,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -30,6 +31,7 @@ from native_models import VOCAB_SIZE, build, ids
 
 from decode import Sampling, SpeculativeDecoder
 from decode.device import engine as device_engine
+from decode.device import steps
 from decode.device.engine import DeviceEngine
 from decode.loop import Loop
 from decode.native import static_cache
@@ -527,6 +529,31 @@ def test_near_the_end_a_captured_step_that_is_too_large_will_do(
     wanted = generate(target, {}, None, [4, 5], 9).token_ids
     assert decoder.generate([4, 5], 9).token_ids == wanted
     assert used <= large
+
+
+def test_a_shape_is_captured_once_it_has_been_wanted_often(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "PATIENCE", 2)
+    decoder = SpeculativeDecoder(target, pool("other"), Arms(("other", 3)))
+    engine = decoder._runner()
+    assert isinstance(engine, DeviceEngine)
+    decoder.generate(PROMPT, 9)
+    known = max(engine.steps.by_shape, key=lambda shape: (shape.model_drafts, shape.catch_up))
+    captured = {known}
+    monkeypatch.setattr(engine.steps.graphs, "captured", lambda shape: shape in captured)
+    smaller = replace(known, model_drafts=2)
+    fitting = engine.steps.fitting
+    assert [fitting(smaller, ending=False) for _ in range(3)] == [known, known, smaller]
+    assert fitting(smaller, ending=True) == known
+    captured.add(smaller)
+    assert fitting(smaller, ending=False) == smaller
+    far = [
+        replace(known, model=None, model_drafts=0, catch_up=0),  # the model would be in the way
+        replace(known, most_drafts=0, model_drafts=0),
+        replace(known, model_drafts=known.model_drafts + 1),  # is not held
+    ]
+    assert [fitting(shape, ending=False) for shape in far] == far
 
 
 def test_what_a_step_launches_is_known_without_a_step(
