@@ -11,6 +11,8 @@ import triton.language as tl
 
 from kernels.weights import exp2_double
 
+LN_2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def log_or_minus_inf(p):
@@ -34,26 +36,33 @@ def four_sums(a, b, c, d):
 
 @triton.jit
 def gather_rows(
-    max_ptr, sum_ptr, kept_ptr, cell, used, S, scale,
-    POSITIONS: tl.constexpr, SPLITS: tl.constexpr,
+    max_ptr, sum_ptr, kept_ptr, cells, there, used, S, scale,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and mass of POSITIONS consecutive rows, over their splits in order."""
-    i, s = tl.arange(0, POSITIONS), tl.arange(0, SPLITS)
-    at = (cell + i).to(tl.int64)[:, None] * S + s[None, :]
-    mask = used[:, None] & (s < S)[None, :]
+    """Maximum and mass of ROWS rows, over their splits in order.
+
+    `there` says which of `cells` exist: those are asked for before it is known which are `used`.
+    """
+    s = tl.arange(0, SPLITS)
+    at = cells.to(tl.int64)[:, None] * S + s[None, :]
+    mask = there[:, None] & (s < S)[None, :]
     maxima = tl.load(max_ptr + at, mask=mask, other=-float("inf"))
-    peak = tl.max(maxima, axis=1)
-    total = tl.full((POSITIONS,), 1.0, tl.float64)
+    total = tl.full((ROWS,), 1.0, tl.float64)
     if sum_ptr is not None:
         sums = tl.load(sum_ptr + at, mask=mask, other=0.0)
-        alive = (sums > 0) & (tl.abs(peak) < float("inf"))[:, None]
+        if kept_ptr is not None:
+            kept = tl.load(kept_ptr + cells, mask=there, other=-1.0)
+    # What was never written may be anything, NaN too.
+    maxima = tl.where(used[:, None], maxima, -float("inf"))
+    peak = tl.max(maxima, axis=1)
+    if sum_ptr is not None:
+        alive = used[:, None] & (sums > 0) & (tl.abs(peak) < float("inf"))[:, None]
         behind = tl.where(alive, maxima, 0.0).to(tl.float64)
         behind -= tl.where(alive, peak[:, None], 0.0).to(tl.float64)
         factor = exp2_double(tl.maximum(behind * scale, -1000.0))
         total = tl.sum(tl.where(alive, sums * factor, 0.0), axis=1)
         if kept_ptr is not None:
-            kept = tl.load(kept_ptr + cell + i, mask=used, other=-1.0)
-            total = tl.where(kept > 0, kept, total)
+            total = tl.where(used & (kept > 0), kept, total)
         total = tl.where(total > 0, total, 1.0)
     return peak, total
 
@@ -72,17 +81,11 @@ def lowest_best(
 
 
 @triton.jit
-def prob_at_drafts(
-    drafted_ptr, threshold_ptr, cell, drafted, peak, total, temperature, POSITIONS: tl.constexpr
-):
-    """One law's probability of each draft [POSITIONS]; 0 where nothing was drafted."""
-    i = tl.arange(0, POSITIONS)
-    x = tl.load(drafted_ptr + cell + i, mask=drafted, other=-float("inf"))
-    kept = drafted & (x > -float("inf")) & (tl.abs(peak) < float("inf"))
-    if threshold_ptr is not None:
-        kept = kept & (x >= tl.load(threshold_ptr + cell + i, mask=drafted, other=0.0))
+def prob_at_drafts(x, threshold, drafted, peak, total, scale):
+    """Probability of each row's draft, whose logit is x; 0 where nothing was drafted."""
+    kept = drafted & (x > -float("inf")) & (tl.abs(peak) < float("inf")) & (x >= threshold)
     behind = tl.where(kept, x, 0.0).to(tl.float64) - tl.where(kept, peak, 0.0).to(tl.float64)
-    return tl.where(kept, tl.exp(behind / temperature) / total, 0.0)
+    return tl.where(kept, tl.exp(behind * (scale * LN_2)) / total, 0.0)
 
 
 @triton.jit

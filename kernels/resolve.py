@@ -3,7 +3,7 @@
 r"""Launch 2 of kernels/verify.py: which drafts are kept, and the token that comes after them.
 
 A few programs share a sequence. Each decides where it ends (position n), then sums its tiles
-there. With a = w_p / P' and q = w_q / Q', P' and Q' as good as launch 1 has them, and
+there. With a = w_p and q = w_q P' / Q', P' and Q' as good as launch 1 has them, and
 A = {v: a(v) > q(v)}, a tile t notes, in float64,
 
     P_t = sum a    Q_t = sum q    over all of it;    p_t, q_t: the same over A.
@@ -44,25 +44,24 @@ DOUBT = tl.constexpr(1e-7)  # share of R that may stand on the wrong side
 @triton.jit
 def final_laws(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, tile, V, K, scale,
-    peak, lowest, shift, draft_peak, draft_lowest, draft_shift, drawn, sure, TILE: tl.constexpr,
+    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, offsets, V, K, scale,
+    peak, lowest, draft_peak, draft_lowest, draft_unit, drawn, sure,
 ):  # fmt: skip
-    """a and q of one tile at position n; q is 0 where nothing was drafted."""
-    offsets = tile * TILE + tl.arange(0, TILE)
+    """a and q of some tokens at position n; q is 0 where nothing was drafted."""
     x = position_logits(
         target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
         ids_ptr, penalty_ptr, b, n, offsets, V, K,
     )  # fmt: skip
-    a = weights(x, peak, lowest, scale, shift)
-    q = tl.where(offsets == sure, 1.0, 0.0).to(tl.float64)
+    q = tl.where(offsets == sure, draft_unit, 0.0)
     if draft_ptr is not None:
+        # No draft, no reading; asked for before the target's has come.
+        y = position_logits(
+            draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+            ids_ptr, penalty_ptr, b, n, offsets, tl.where(drawn, V, 0), K,
+        )  # fmt: skip
         if drawn:
-            x = position_logits(
-                draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                ids_ptr, penalty_ptr, b, n, offsets, V, K,
-            )  # fmt: skip
-            q = weights(x, draft_peak, draft_lowest, scale, draft_shift)
-    return a, q
+            q = weights(y, draft_peak, draft_lowest, scale) * draft_unit
+    return weights(x, peak, lowest, scale), q
 
 
 @triton.jit
@@ -87,8 +86,8 @@ def tile_masses(ptr, plane, b, batch, tiles, TILES: tl.constexpr):
 def draw(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, partial_ptr, close_ptr,
-    b, batch, n, beyond, u, V, K, scale, peak, lowest, shift,
-    draft_peak, draft_lowest, draft_shift, drawn, sure, TILE: tl.constexpr, TILES: tl.constexpr,
+    b, batch, n, beyond, u, V, K, scale, peak, lowest,
+    draft_peak, draft_lowest, draft_unit, drawn, sure, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Id of the token at position n, and both laws' probabilities of it."""
     tiles = tl.cdiv(V, TILE)
@@ -103,8 +102,8 @@ def draw(
         close = tile_masses(close_ptr, 0, b, batch, tiles, TILES)
         whole, draft_whole = two_sums(mass, draft_mass)
         draft_whole = tl.where(draft_whole > 0, draft_whole, 1.0)
-        above /= whole
-        residual = above - draft_above / draft_whole
+        above *= 1.0 / whole
+        residual = above - draft_above * (1.0 / draft_whole)
         residual = tl.where(residual > ROUNDING * above, residual, 0.0)
         total, in_doubt = two_sums(residual, tl.where(close > 0, draft_mass, 0.0))
         if tl.abs(draft_whole / whole - 1.0) * in_doubt > DOUBT * total:
@@ -113,8 +112,8 @@ def draw(
                     a, q = final_laws(
                         target_ptr, target_b, target_k, target_v,
                         draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, penalty_ptr, b, n, tile, V, K, scale, peak, lowest, shift,
-                        draft_peak, draft_lowest, draft_shift, drawn, sure, TILE,
+                        ids_ptr, penalty_ptr, b, n, tile * TILE + lane, V, K, scale, peak, lowest,
+                        draft_peak, draft_lowest, draft_unit, drawn, sure,
                     )  # fmt: skip
                     r = tl.maximum(a * (1.0 / whole) - q * (1.0 / draft_whole), 0.0)
                     residual = tl.where(t == tile, tl.sum(r, axis=0), residual)
@@ -129,8 +128,8 @@ def draw(
     before = tl.sum(tl.where(t < chosen, mass, 0.0), axis=0)
     a, q = final_laws(
         target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-        counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, chosen, V, K, scale,
-        peak, lowest, shift, draft_peak, draft_lowest, draft_shift, drawn, sure, TILE,
+        counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, chosen * TILE + lane, V, K,
+        scale, peak, lowest, draft_peak, draft_lowest, draft_unit, drawn, sure,
     )  # fmt: skip
     p = a * (1.0 / whole)
     q = q * (1.0 / draft_whole)
@@ -149,8 +148,8 @@ def resolve_kernel(
     top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, threshold_ptr,
     kept_ptr, uniforms_ptr, partial_ptr, close_ptr, arrived_ptr, tokens_ptr, accepted_ptr,
     target_logprobs_ptr, draft_logprobs_ptr, errors_ptr, V, K, S,
-    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, SIDES: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All of one sequence's outputs."""
     if OVERLAP > 0:
@@ -161,53 +160,59 @@ def resolve_kernel(
     if draft_ptr is not None:
         rows = 2 * K + 1
     i = tl.arange(0, POSITIONS)
+    # Rows of both models beside each other: each is asked for at once, in use or not.
+    r = tl.arange(0, SIDES * POSITIONS)
+    side, at = r % SIDES, r // SIDES
+    cells = b * rows + tl.where(side == 0, at, K + 1 + at)
+    there = at + side <= K
     length = draft_length(ids_ptr, lengths_ptr, b, K, POSITIONS)
-    ids = tl.load(ids_ptr + b * K + i, mask=i < length, other=-1).to(tl.int64)
-    drafted = (i < length) & (ids >= 0) & (ids < V)
-    used = i <= length
+    ids = tl.load(ids_ptr + b * K + i, mask=i < K, other=-1).to(tl.int64)
+    drafts = tl.load(ids_ptr + b * K + at, mask=at < K, other=-1).to(tl.int64)
     given = tl.load(temperature_ptr + b).to(tl.float64)
-    greedy = given == 0
-    temperature = tl.where(greedy, 1.0, given)
-    scale = powers_of(temperature)
-    peak, total = gather_rows(
-        max_ptr, sum_ptr, kept_ptr, b * rows, used, S, scale, POSITIONS, SPLITS
-    )
     uniforms = tl.load(uniforms_ptr + b * (K + 1) + i, mask=i <= K, other=0.0).to(tl.float64)
     last_uniform = tl.load(uniforms_ptr + b * (K + 1) + K).to(tl.float64)
-    bad = (i < length) & ((ids < 0) | (ids >= V))
-    bad = bad | (used & (tl.abs(peak) == float("inf")))
-    bad = bad | (uniforms < 0) | (uniforms >= 1) | (uniforms != uniforms)
+    logits = tl.load(drafted_ptr + cells, mask=there, other=-float("inf"))
+    thresholds = tl.full((SIDES * POSITIONS,), -float("inf"), tl.float32)
+    if threshold_ptr is not None:
+        thresholds = tl.load(threshold_ptr + cells, mask=there, other=-float("inf"))
     one_hot = tl.minimum(length, 0)
     if draft_ptr is None:
         one_hot = one_hot + 1
     elif one_hot_ptr is not None:
         one_hot = tl.load(one_hot_ptr + b).to(tl.int32)
-    q = tl.where(drafted, 1.0, 0.0).to(tl.float64)
-    p = q
+    ids = tl.where(i < length, ids, -1)
+    drafted = (i < length) & (ids >= 0) & (ids < V)
+    greedy = given == 0
+    temperature = tl.where(greedy, 1.0, given)
+    scale = powers_of(temperature)
+    asked = (at < length) & (drafts >= 0) & (drafts < V)
+    proposes = asked & (at < tl.where(one_hot == 0, length, 0))
+    used = tl.where(side == 0, at <= length, proposes)
+    peaks, totals = gather_rows(
+        max_ptr, sum_ptr, kept_ptr, cells, there, used, S, scale, SIDES * POSITIONS, SPLITS
+    )
+    bad = (i < length) & ((ids < 0) | (ids >= V))
+    bad = bad | (uniforms < 0) | (uniforms >= 1) | (uniforms != uniforms)
+    probs = tl.where(asked, 1.0, 0.0).to(tl.float64)
+    if sum_ptr is not None:
+        known = prob_at_drafts(logits, thresholds, asked & used, peaks, totals, scale)
+        probs = tl.where((side == 0) | used, known, probs)
+    p, q = probs, tl.where(drafted, 1.0, 0.0).to(tl.float64)
+    peak, draft_peak, total, draft_total = peaks, peaks, totals, totals
+    if SIDES == 2:
+        p, q = tl.split(tl.reshape(probs, (POSITIONS, 2)))
+        peak, draft_peak = tl.split(tl.reshape(peaks, (POSITIONS, 2)))
+        total, draft_total = tl.split(tl.reshape(totals, (POSITIONS, 2)))
     best = ids
     proposed = ids
-    draft_peak, draft_total = peak, total
-    if draft_ptr is not None:
-        own = drafted & (i < tl.where(one_hot == 0, length, 0))
-        draft_peak, draft_total = gather_rows(
-            max_ptr, sum_ptr, kept_ptr, b * rows + K + 1, own, S, scale, POSITIONS, SPLITS
-        )
-        bad = bad | (own & (tl.abs(draft_peak) == float("inf")))
-    if sum_ptr is not None:
-        p = prob_at_drafts(
-            drafted_ptr, threshold_ptr, b * rows, drafted, peak, total, temperature, POSITIONS
-        )
-        if draft_ptr is not None:
-            drawn_q = prob_at_drafts(
-                drafted_ptr, threshold_ptr, b * rows + K + 1, own, draft_peak, draft_total,
-                temperature, POSITIONS,
-            )  # fmt: skip
-            q = tl.where(own, drawn_q, q)
     if sum_ptr is None or greedy:
-        best = lowest_best(max_ptr, best_ptr, b * rows, used, peak, S, V, POSITIONS, SPLITS)
+        best = lowest_best(
+            max_ptr, best_ptr, b * rows, i <= length, peak, S, V, POSITIONS, SPLITS
+        )
         p = ((best == ids) & drafted).to(tl.float64)
         q = tl.where(drafted, 1.0, 0.0).to(tl.float64)
         if draft_ptr is not None:
+            own = drafted & (i < tl.where(one_hot == 0, length, 0))
             draft_best = lowest_best(
                 max_ptr, best_ptr, b * rows + K + 1, own, draft_peak, S, V, POSITIONS, SPLITS
             )
@@ -221,6 +226,11 @@ def resolve_kernel(
     drawn = beyond & (one_hot == 0)
     tiles = tl.cdiv(V, TILE)
     if sum_ptr is not None:
+        # A row without drafts has no sure token: no offset is -1.
+        sure = tl.where(
+            beyond & (one_hot != 0), tl.load(ids_ptr + b * K + n, mask=beyond, other=-1), -1
+        )
+        here = i == n
         threshold = tl.full((), -float("inf"), tl.float32)
         draft_threshold = threshold
         if threshold_ptr is not None:
@@ -229,11 +239,6 @@ def resolve_kernel(
                 draft_threshold = tl.load(
                     threshold_ptr + b * rows + K + 1 + n, mask=drawn, other=0.0
                 )
-        # A row without drafts has no sure token: no offset is -1.
-        sure = tl.where(
-            beyond & (one_hot != 0), tl.load(ids_ptr + b * K + n, mask=beyond, other=-1), -1
-        )
-        here = i == n
         n_peak, n_total, draft_n_peak, draft_n_total = four_sums(
             tl.where(here, peak, 0.0).to(tl.float64),
             tl.where(here, total, 0.0),
@@ -241,19 +246,18 @@ def resolve_kernel(
             tl.where(here, draft_total, 0.0),
         )
         n_lowest = lowest_of(n_peak, temperature, threshold)
-        shift = tl.log2(n_total)
         draft_lowest = lowest_of(draft_n_peak, temperature, draft_threshold)
-        draft_shift = tl.log2(draft_n_total)
+        draft_unit = tl.where(drawn, n_total / draft_n_total, n_total)
         planes = batch.to(tl.int64) * tiles
         if not greedy:
             for tile in range(part, tiles, parts):
                 a, other = final_laws(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, tile, V, K, scale,
-                    n_peak, n_lowest, shift, draft_n_peak, draft_lowest, draft_shift, drawn, sure,
-                    TILE,
+                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n,
+                    tile * TILE + tl.arange(0, TILE), V, K, scale,
+                    n_peak, n_lowest, draft_n_peak, draft_lowest, draft_unit, drawn, sure,
                 )  # fmt: skip
-                at = b.to(tl.int64) * tiles + tile
+                to = b.to(tl.int64) * tiles + tile
                 if beyond:
                     above = a > other
                     sums = tl.join(
@@ -262,11 +266,11 @@ def resolve_kernel(
                     )
                     two = tl.arange(0, 2)
                     plane = two[:, None] + 2 * two[None, :]
-                    tl.store(partial_ptr + plane * planes + at, tl.sum(sums, axis=0))
+                    tl.store(partial_ptr + plane * planes + to, tl.sum(sums, axis=0))
                     near = (tl.abs(a - other) <= BAND * other) & (other > 0)
-                    tl.store(close_ptr + at, tl.max(near.to(tl.int32), axis=0))
+                    tl.store(close_ptr + to, tl.max(near.to(tl.int32), axis=0))
                 else:
-                    tl.store(partial_ptr + at, tl.sum(a, axis=0))
+                    tl.store(partial_ptr + to, tl.sum(a, axis=0))
             tl.debug_barrier()  # all of this program's numbers are written
             last = tl.atomic_add(arrived_ptr + b, 1) == parts - 1
     if last:
@@ -282,7 +286,7 @@ def resolve_kernel(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
                     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, partial_ptr, close_ptr,
                     b, batch, n, beyond, last_uniform, V, K, scale, n_peak, n_lowest,
-                    shift, draft_n_peak, draft_lowest, draft_shift, drawn, sure, TILE, TILES,
+                    draft_n_peak, draft_lowest, draft_unit, drawn, sure, TILE, TILES,
                 )  # fmt: skip
                 token = tl.where(here, drawn_id, token)
                 log_p = tl.where(here, log_or_minus_inf(its_p), log_p)
@@ -296,5 +300,7 @@ def resolve_kernel(
             lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr, top_k_ptr, top_p_ptr,
             min_p_ptr, b, K, length, draft_ptr is not None,
         )  # fmt: skip
+        lawless = used & (tl.abs(peaks) == float("inf"))
+        broken = broken | (tl.max(lawless.to(tl.int32), axis=0) > 0)
         broken = broken | (tl.max(bad.to(tl.int32), axis=0) > 0)
         tl.store(errors_ptr + b, broken.to(tl.int32))

@@ -116,7 +116,21 @@ def row_logits(
     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets, V, K,
 ):  # fmt: skip
     """Penalised logits of a numbered row, the target's or the drafter's."""
-    if draft_ptr is None or row <= K:
+    if draft_ptr is None:
+        x = position_logits(
+            target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K,
+        )  # fmt: skip
+    elif target_ptr.dtype == draft_ptr.dtype:
+        # One copy of the code for both; strides of 1 are known to the compiler and stay so.
+        drafter = (row > K).to(tl.int64)
+        x = position_logits(
+            tl.where(row > K, draft_ptr, target_ptr),
+            target_b + drafter * (draft_b - target_b), target_k + drafter * (draft_k - target_k),
+            target_v + drafter * (draft_v - target_v), counts_ptr, counts_b, counts_v,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K,
+        )  # fmt: skip
+    elif row <= K:
         x = position_logits(
             target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
             ids_ptr, penalty_ptr, b, position, offsets, V, K,

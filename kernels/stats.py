@@ -148,7 +148,7 @@ def stats_kernel(
                         ids_ptr, penalty_ptr, b, row, position,
                         split * BLOCK + start + tl.arange(0, CHUNK), V, K,
                     )  # fmt: skip
-                    w = weights(again, peak, lowest, scale, 0.0)
+                    w = weights(again, peak, lowest, scale)
                     sums += tl.where(again == again, w, float("nan"))
                 total = tl.sum(sums, axis=0)
             else:

@@ -79,7 +79,7 @@ def row_total(max_ptr, sum_ptr, cell, S, scale, SPLITS: tl.constexpr):
     maxima = tl.load(max_ptr + at, mask=s < S, other=-float("inf"))
     sums = tl.load(sum_ptr + at, mask=s < S, other=0.0)
     peak = tl.max(maxima, axis=0)
-    factor = weights(maxima, tl.minimum(tl.maximum(peak, LOWEST), -LOWEST), LOWEST, scale, 0.0)
+    factor = weights(maxima, tl.minimum(tl.maximum(peak, LOWEST), -LOWEST), LOWEST, scale)
     return peak, tl.sum(tl.where(sums > 0, sums * factor, 0.0), axis=0)
 
 
@@ -246,7 +246,7 @@ def mass_from(
         )  # fmt: skip
         keys = order_key(x)
         reached = keys >= key
-        w = weights(x, peak, lowest, powers_of(temperature), 0.0)
+        w = weights(x, peak, lowest, powers_of(temperature))
         mass += tl.where(reached, w, 0.0)
         least = tl.where(reached, tl.minimum(least, keys), least)
         below = tl.where(reached, below, tl.maximum(below, keys))

@@ -35,7 +35,7 @@ from kernels.types import Verification
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK, WARPS = 8192, 8  # launch 1: tokens of a split, at most, and the warps that share them
-TILE, TILE_WARPS = 1024, 4  # launch 2
+TILE, TILE_WARPS = 1024, 8  # launch 2
 PROGRAMS = 384  # of launch 2, where there are tiles for them: as many as are under way at once
 
 
@@ -149,7 +149,8 @@ def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tens
         inputs.uniforms.contiguous(), partial, close, stats.arrived,
         verification.token_ids, verification.num_accepted, verification.target_logprobs,
         verification.draft_logprobs, errors, *call.sizes,
-        POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"], TILE=tile,
+        POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"],
+        SIDES=1 if call.row_args[4] is None else 2, TILE=tile,
         TILES=triton.next_power_of_2(tiles), num_warps=TILE_WARPS, **options(device),
     )  # fmt: skip
     return verification, errors
