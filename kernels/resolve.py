@@ -33,6 +33,7 @@ from kernels.accept import (
 )
 from kernels.overlap import follow
 from kernels.rows import draft_length, position_logits
+from kernels.truncate import exact_weights
 from kernels.weights import lowest_of, powers_of, weights
 
 NO_RESIDUAL = tl.constexpr(1e-12)  # as in the reference
@@ -142,14 +143,51 @@ def draw(
 
 
 @triton.jit
+def draw_among(
+    draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr,
+    logits_ptr, tokens_ptr, few, b, n, beyond, u, V, K, temperature, peak, lowest,
+    draft_peak, draft_lowest, draft_total, drawn, sure, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """`draw` from the `few` tokens that truncation left in question, whose ids ascend.
+
+    The drafter's mass `draft_total` is that of all it kept, of the same exponentials.
+    """
+    d = tl.arange(0, CANDIDATES)
+    x = tl.load(logits_ptr + d, mask=d < few, other=-float("inf"))
+    token = tl.load(tokens_ptr + d, mask=d < few, other=V)
+    kept = x >= lowest
+    a = tl.where(kept, exact_weights(tl.where(kept, x, peak), peak, temperature), 0.0)
+    p = a * (1.0 / tl.sum(a, axis=0))
+    q = tl.where(token == sure, 1.0, 0.0).to(tl.float64)
+    if draft_ptr is not None:
+        if drawn:
+            y = position_logits(
+                draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                ids_ptr, penalty_ptr, b, n, token, V, K,
+            )  # fmt: skip
+            proposed = y >= draft_lowest
+            y = tl.where(proposed, y, draft_peak.to(tl.float32))
+            q = tl.where(proposed, exact_weights(y, draft_peak, temperature), 0.0)
+            q *= 1.0 / draft_total
+    r = tl.maximum(p - q, 0.0)
+    total, whole = two_sums(r, p)
+    from_residual = beyond & (total > NO_RESIDUAL)
+    mass = tl.where(from_residual, r, p)
+    number = crossing(mass, d, u * tl.where(from_residual, total, whole), CANDIDATES)
+    here = d == number
+    its_p, its_q = two_sums(tl.where(here, p, 0.0), tl.where(here, q, 0.0))
+    return tl.load(tokens_ptr + number).to(tl.int64), its_p, tl.where(beyond, its_q, 1.0)
+
+
+@triton.jit
 def resolve_kernel(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr,
     top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, threshold_ptr,
-    kept_ptr, uniforms_ptr, partial_ptr, close_ptr, arrived_ptr, tokens_ptr, accepted_ptr,
-    target_logprobs_ptr, draft_logprobs_ptr, errors_ptr, V, K, S,
+    kept_ptr, found_ptr, few_ptr, few_ids_ptr, uniforms_ptr, partial_ptr, close_ptr, arrived_ptr,
+    tokens_ptr, accepted_ptr, target_logprobs_ptr, draft_logprobs_ptr, errors_ptr, V, K, S,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, SIDES: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, OVERLAP: tl.constexpr,
+    TILES: tl.constexpr, CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All of one sequence's outputs."""
     if OVERLAP > 0:
@@ -206,9 +244,7 @@ def resolve_kernel(
     best = ids
     proposed = ids
     if sum_ptr is None or greedy:
-        best = lowest_best(
-            max_ptr, best_ptr, b * rows, i <= length, peak, S, V, POSITIONS, SPLITS
-        )
+        best = lowest_best(max_ptr, best_ptr, b * rows, i <= length, peak, S, V, POSITIONS, SPLITS)
         p = ((best == ids) & drafted).to(tl.float64)
         q = tl.where(drafted, 1.0, 0.0).to(tl.float64)
         if draft_ptr is not None:
@@ -248,8 +284,14 @@ def resolve_kernel(
         n_lowest = lowest_of(n_peak, temperature, threshold)
         draft_lowest = lowest_of(draft_n_peak, temperature, draft_threshold)
         draft_unit = tl.where(drawn, n_total / draft_n_total, n_total)
+        few = tl.full((), -1, tl.int32)  # any token may come
+        if found_ptr is not None:
+            few = tl.load(found_ptr + b * rows + n)
+            if draft_ptr is not None:
+                theirs = tl.load(found_ptr + b * rows + K + 1 + n, mask=drawn, other=0)
+                few = tl.where(theirs < 0, -1, few)
         planes = batch.to(tl.int64) * tiles
-        if not greedy:
+        if (greedy == 0) & (few < 0):
             for tile in range(part, tiles, parts):
                 a, other = final_laws(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
@@ -282,12 +324,24 @@ def resolve_kernel(
         log_q = tl.where(final & (i < length) & (proposed != best), -float("inf"), log_q)
         if sum_ptr is not None:
             if not greedy:
-                drawn_id, its_p, its_q = draw(
-                    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, partial_ptr, close_ptr,
-                    b, batch, n, beyond, last_uniform, V, K, scale, n_peak, n_lowest,
-                    draft_n_peak, draft_lowest, draft_unit, drawn, sure, TILE, TILES,
-                )  # fmt: skip
+                drawn_id = tl.full((), 0, tl.int64)
+                its_p, its_q = n_total, n_total
+                if few < 0:
+                    drawn_id, its_p, its_q = draw(
+                        target_ptr, target_b, target_k, target_v,
+                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                        ids_ptr, penalty_ptr, partial_ptr, close_ptr, b, batch, n, beyond, last_uniform, V, K, scale, n_peak, n_lowest,
+                        draft_n_peak, draft_lowest, draft_unit, drawn, sure, TILE, TILES,
+                    )  # fmt: skip
+                if found_ptr is not None:
+                    if few >= 0:
+                        first = (b * rows + n).to(tl.int64) * CANDIDATES
+                        drawn_id, its_p, its_q = draw_among(
+                            draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                            ids_ptr, penalty_ptr, few_ptr + first, few_ids_ptr + first, few, b, n,
+                            beyond, last_uniform, V, K, temperature, n_peak, n_lowest,
+                            draft_n_peak, draft_lowest, draft_n_total, drawn, sure, CANDIDATES,
+                        )  # fmt: skip
                 token = tl.where(here, drawn_id, token)
                 log_p = tl.where(here, log_or_minus_inf(its_p), log_p)
                 log_q = tl.where(here, log_or_minus_inf(its_q), log_q)

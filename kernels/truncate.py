@@ -35,7 +35,7 @@ from kernels.weights import LOWEST, lowest_of, powers_of, weights
 
 GROUPS_READ = 128
 CANDIDATES = 512
-READ, CUT_WARPS = 4096, 8  # tokens of these that are read at a time, and the warps for it
+READ, CUT_WARPS = 4096, 16  # tokens of these that are read at a time, and the warps for it
 FEW = 128  # candidates that are compared at once
 STRIDE, SEARCH_WARPS = 4096, 16  # tokens of a row that search looks at together
 CHUNK = tl.constexpr(32)  # candidates that all are compared with at a time
@@ -51,6 +51,9 @@ class Cut:
     counts: Tensor  # [B, rows] int32, tokens among which all that is kept is; -1: anywhere
     logits: Tensor  # [B, rows, CANDIDATES] float32, penalised, of these tokens
     ids: Tensor  # [B, rows, CANDIDATES] int32, ascending
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.thresholds, self.masses, self.counts, self.logits, self.ids
 
 
 @triton.jit
@@ -89,7 +92,7 @@ def row_total(max_ptr, sum_ptr, cell, S, scale, SPLITS: tl.constexpr):
 
 @triton.jit
 def group_edge(keys, highest, enough, CAP: tl.constexpr):
-    """A key that at most CAP of `keys` reach and, if ties allow, at least `enough` (at most CAP)."""
+    """A key that at most CAP of `keys` reach and, if ties allow, no fewer than `enough`."""
     low = tl.full((), -2139095040, tl.int64)  # the key of the least float32 above -inf
     high = highest.to(tl.int64) + 1
     reached = tl.full((), 0, tl.int32)
@@ -211,18 +214,19 @@ def cut_kernel(
             tl.store(list_ptr + cell * CAP + slot, g, mask=read)
             num_read = tl.sum(read.to(tl.int32), axis=0)
             tl.debug_barrier()
-            c = tl.arange(0, READ)
             count = tl.full((), 0, tl.int32)
             for start in range(0, num_read * GROUP, READ):
-                place = (start + c) // GROUP
-                there = place < num_read
-                group = tl.load(list_ptr + cell * CAP + place, mask=there, other=0)
-                offsets = tl.where(there, group * GROUP + c % GROUP, V)
+                # Whole groups side by side: 16 bytes of a row at a time.
+                place = start // GROUP + tl.arange(0, READ // GROUP)
+                group = tl.load(list_ptr + cell * CAP + place, mask=place < num_read, other=G)
+                offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
                 x = row_logits(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
                     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
                     offsets, V, K,
                 )  # fmt: skip
+                x = tl.reshape(x, (READ,))
+                offsets = tl.reshape(offsets, (READ,))
                 found = (order_key(x) >= edge) & (x > -float("inf"))
                 slot = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
                 to = cell * PACKED + slot
@@ -234,7 +238,7 @@ def cut_kernel(
             if count <= FEW:
                 threshold, kept_mass, decided = decide(
                     packed, kept_weights, count, whole, total, top_k, top_p, min_p, peak,
-                    temperature, edge, FEW, FEW,
+                    temperature, edge, FEW, CHUNK,
                 )  # fmt: skip
             else:
                 threshold, kept_mass, decided = decide(

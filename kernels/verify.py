@@ -145,13 +145,14 @@ def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tens
     launch(
         resolve_kernel, (parts, batch), *call.row_args, *rules.tensors(),
         stats.maxima, stats.best, stats.sums, stats.drafted,
-        None if cut is None else cut.thresholds, None if cut is None else cut.masses,
+        *((None,) * 5 if cut is None else cut.tensors()),
         inputs.uniforms.contiguous(), partial, close, stats.arrived,
         verification.token_ids, verification.num_accepted, verification.target_logprobs,
         verification.draft_logprobs, errors, *call.sizes,
         POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"],
         SIDES=1 if call.row_args[4] is None else 2, TILE=tile,
-        TILES=triton.next_power_of_2(tiles), num_warps=TILE_WARPS, **options(device),
+        TILES=triton.next_power_of_2(tiles),
+        CANDIDATES=1 if cut is None else cut.ids.shape[-1], num_warps=TILE_WARPS, **options(device),
     )  # fmt: skip
     return verification, errors
 
