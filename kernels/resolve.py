@@ -330,7 +330,8 @@ def resolve_kernel(
                     drawn_id, its_p, its_q = draw(
                         target_ptr, target_b, target_k, target_v,
                         draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, penalty_ptr, partial_ptr, close_ptr, b, batch, n, beyond, last_uniform, V, K, scale, n_peak, n_lowest,
+                        ids_ptr, penalty_ptr, partial_ptr, close_ptr, b, batch, n, beyond,
+                        last_uniform, V, K, scale, n_peak, n_lowest,
                         draft_n_peak, draft_lowest, draft_unit, drawn, sure, TILE, TILES,
                     )  # fmt: skip
                 if found_ptr is not None:

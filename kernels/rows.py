@@ -71,8 +71,15 @@ def row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS: tl.con
 
 @triton.jit
 def penalise(x, seen, penalty):
-    """Seen logits divided by the penalty where positive, else multiplied; IEEE float32."""
-    return tl.where(seen, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
+    """Seen logits divided by the penalty where positive, else multiplied; IEEE float32.
+
+    A quotient of two float32 lies 2^-49 of itself or more from where rounding to float32 turns, so
+    that one through float64 rounds alike, without a branch for every logit (quotients below 2^-126
+    may round otherwise). A product is exact.
+    """
+    wide = penalty.to(tl.float64)
+    factor = tl.where(x > 0, 1.0 / wide, wide)
+    return tl.where(seen, (x.to(tl.float64) * factor).to(tl.float32), x)
 
 
 @triton.jit
@@ -90,7 +97,7 @@ def split_logits(
             if counts_ptr is not None:
                 seen = tl.load(counts_ptr + at * counts_v, mask=inside, other=0) > 0
             for j in range(0, position):  # counts grow along the draft prefix
-                seen = seen | (offsets == tl.load(ids_ptr + b * K + j))
+                seen = seen | (offsets == tl.load(ids_ptr + b * K + j).to(tl.int32))
             x = penalise(x, seen, penalty)
     return x
 

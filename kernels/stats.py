@@ -14,7 +14,9 @@ from kernels.rows import Call, Rules, logit_at, row_logits, row_position
 from kernels.weights import LOG2_E, lowest_of, powers_of, weights
 
 GROUP = 64  # tokens whose maximum truncation looks at
-RULE_WARPS = 16  # of a split, where penalties and groups take registers
+# Where penalties and groups take registers: warps of a split, and registers of each thread, so that
+# two splits are under way on a multiprocessor.
+RULE_WARPS, RULE_REGISTERS = 16, 64
 CHUNK = 1024  # tokens at a time where sums are exact
 EAGER_ROWS = 2  # batches where waiting for a length costs more than reading in vain
 
@@ -53,7 +55,8 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
     lengths, one_hot = call.row_args[12:14]
     blocks = dict(call.blocks)
     if groups is not None or call.row_args[15] is not None:
-        blocks["num_warps"] = max(1, min(RULE_WARPS, block // 256))
+        warps = max(1, min(RULE_WARPS, block // 256))
+        blocks |= {"num_warps": warps, "maxnreg": RULE_REGISTERS}
     eager = batch <= EAGER_ROWS or (lengths is None and one_hot is None)
     launch(
         stats_kernel, call.grid, *call.row_args, rules.top_k, rules.top_p, maxima, found.best, sums,

@@ -35,7 +35,7 @@ from kernels.weights import LOWEST, lowest_of, powers_of, weights
 
 GROUPS_READ = 128
 CANDIDATES = 512
-READ, CUT_WARPS = 4096, 16  # tokens of these that are read at a time, and the warps for it
+READ, CUT_WARPS, CUT_REGISTERS = 4096, 16, 64  # tokens of these that are read at a time
 FEW = 128  # candidates that are compared at once
 STRIDE, SEARCH_WARPS = 4096, 16  # tokens of a row that search looks at together
 CHUNK = tl.constexpr(32)  # candidates that all are compared with at a time
@@ -412,7 +412,7 @@ def truncate(call: Call, stats: Statistics, rules: Rules) -> Cut:
         torch.empty_like(cut.logits, dtype=torch.float64), cut.counts, cut.thresholds, cut.masses,
         *call.sizes, groups, GROUP=group, GROUPS=triton.next_power_of_2(groups), CAP=read,
         READ=min(READ, read * group), FEW=min(FEW, CANDIDATES), PACKED=CANDIDATES,
-        num_warps=CUT_WARPS, **sizes,
+        num_warps=CUT_WARPS, maxnreg=CUT_REGISTERS, **sizes,
     )  # fmt: skip
     launch(
         search_kernel, (rows, batch), *call.row_args, *rules.tensors(), stats.maxima,

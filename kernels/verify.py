@@ -35,7 +35,7 @@ from kernels.types import Verification
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK, WARPS = 8192, 8  # launch 1: tokens of a split, at most, and the warps that share them
-TILE, TILE_WARPS = 1024, 8  # launch 2
+TILE, TILE_WARPS, TILE_REGISTERS = 1024, 8, 80  # launch 2; registers of a thread at most
 PROGRAMS = 384  # of launch 2, where there are tiles for them: as many as are under way at once
 
 
@@ -152,7 +152,8 @@ def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tens
         POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"],
         SIDES=1 if call.row_args[4] is None else 2, TILE=tile,
         TILES=triton.next_power_of_2(tiles),
-        CANDIDATES=1 if cut is None else cut.ids.shape[-1], num_warps=TILE_WARPS, **options(device),
+        CANDIDATES=1 if cut is None else cut.ids.shape[-1], num_warps=TILE_WARPS,
+        maxnreg=TILE_REGISTERS, **options(device),
     )  # fmt: skip
     return verification, errors
 
