@@ -91,15 +91,16 @@ def row_total(max_ptr, sum_ptr, cell, S, scale, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def group_edge(keys, highest, enough, CAP: tl.constexpr):
-    """A key that at most CAP of `keys` reach and, if ties allow, no fewer than `enough`."""
-    low = tl.full((), -2139095040, tl.int64)  # the key of the least float32 above -inf
+def group_edge(keys, highest, enough, most, CAP: tl.constexpr):
+    """A key that `enough` of `keys` reach, `most` if ties allow, CAP at most; is it below all?"""
+    bottom = tl.full((), -2139095040, tl.int64)  # the key of the least float32 above -inf
+    low = bottom
     high = highest.to(tl.int64) + 1
-    reached = tl.full((), 0, tl.int32)
-    everything = tl.sum((keys >= low.to(tl.int32)).to(tl.int32), axis=0)
-    if everything <= CAP:
+    reached = tl.full((), 0, tl.int32)  # by `high`; never more than `most`
+    beyond = tl.sum((keys >= low.to(tl.int32)).to(tl.int32), axis=0)  # reach `low`
+    if beyond <= most:
         high = low
-        reached = everything
+        reached = beyond
     while (high - low > 1) & (reached < enough):
         # Two keys at a time: what takes time is that threads meet.
         third = tl.maximum((high - low) // 3, 1)
@@ -110,16 +111,20 @@ def group_edge(keys, highest, enough, CAP: tl.constexpr):
             axis=0,
         )
         count, fewer = counts & 65535, counts >> 16
-        if count <= CAP:
+        if count <= most:
             high = lower
             reached = count
-        elif fewer <= CAP:
+        elif fewer <= most:
             low = lower
+            beyond = count
             high = upper
             reached = fewer
         else:
             low = upper
-    return high.to(tl.int32), everything <= CAP
+            beyond = fewer
+    if (reached < enough) & (beyond <= CAP):  # a tie lies across `most`
+        high = low
+    return high.to(tl.int32), high == bottom
 
 
 @triton.jit
@@ -207,8 +212,11 @@ def cut_kernel(
             peak, total = row_total(max_ptr, sum_ptr, cell, S, powers_of(temperature), SPLITS)
             keys = order_key(tops)
             # A short top-k needs as many groups as it keeps tokens.
-            enough = tl.where((top_k > 0) & (top_k <= CAP), top_k, CAP - CAP // 8).to(tl.int32)
-            edge, whole = group_edge(keys, order_key(peak), enough, CAP)
+            short = (top_k > 0) & (top_k <= CAP)
+            enough = tl.where(short, top_k, CAP - CAP // 8).to(tl.int32)
+            most = tl.where(short, tl.minimum(top_k + tl.maximum(top_k // 4, 4), CAP), CAP)
+            most = most.to(tl.int32)
+            edge, whole = group_edge(keys, order_key(peak), enough, most, CAP)
             read = keys >= edge
             slot = tl.cumsum(read.to(tl.int32), axis=0) - 1
             tl.store(list_ptr + cell * CAP + slot, g, mask=read)
@@ -228,10 +236,10 @@ def cut_kernel(
                 x = tl.reshape(x, (READ,))
                 offsets = tl.reshape(offsets, (READ,))
                 found = (order_key(x) >= edge) & (x > -float("inf"))
-                slot = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
-                to = cell * PACKED + slot
-                tl.store(packed_ptr + to, x, mask=found & (slot < PACKED))
-                tl.store(packed_ids_ptr + to, offsets, mask=found & (slot < PACKED))
+                at = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
+                fits = found & (at < PACKED)
+                tl.store(packed_ptr + cell * PACKED + at, x, mask=fits)
+                tl.store(packed_ids_ptr + cell * PACKED + at, offsets, mask=fits)
                 count += tl.sum(found.to(tl.int32), axis=0)
             tl.debug_barrier()
             packed, kept_weights = packed_ptr + cell * PACKED, weight_ptr + cell * PACKED
