@@ -17,6 +17,8 @@ nearly equal: what is left of R then is far below the error of float32 sums.
 The draw is the inverse CDF, first over the tiles, then within one. An id without mass is never
 chosen: where rounding leaves the CDF short of the uniform, the last id (or tile) that has mass
 stands in.
+
+Where truncation packed all that a row may say, one program draws from these few tokens instead.
 """
 
 import triton

@@ -11,8 +11,8 @@ Each rule keeps the logits z at or above one value t of its row. With w(v) = exp
 and a row's threshold is the largest of the three, so that ties are kept and -inf never is.
 
   cut      one program a row. Launch 1 left the maximum of every GROUP tokens; all logits at or
-           above the GROUPS_READ-th largest of these lie in as many groups. Those are read again,
-           what is at or above that edge is packed (CANDIDATES at most), and the rules are decided
+           above the GROUPS_READ-th largest of these lie in as many groups (a short top-k needs
+           no more groups than it keeps tokens). Those are read again, what is at or above that edge is packed (CANDIDATES at most), and the rules are decided
            among the few by comparing all with all. top-k up to GROUPS_READ is always decided here.
   search   one program a row, which leaves at once where cut decided. Else (a flat law, a long
            top-k, many ties) it looks for t by bisection, and walks the row for each step.
@@ -35,7 +35,7 @@ from kernels.weights import LOWEST, lowest_of, powers_of, weights
 
 GROUPS_READ = 128
 CANDIDATES = 512
-READ, CUT_WARPS, CUT_REGISTERS = 4096, 16, 64  # tokens of these that are read at a time
+READ, CUT_WARPS, CUT_REGISTERS = 4096, 16, 128  # tokens of these that are read at a time
 FEW = 128  # candidates that are compared at once
 STRIDE, SEARCH_WARPS = 4096, 16  # tokens of a row that search looks at together
 CHUNK = tl.constexpr(32)  # candidates that all are compared with at a time

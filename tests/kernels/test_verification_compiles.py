@@ -1,6 +1,6 @@
 """Would catch: verification that only the interpreter accepts; kernels compiled anew for another
-batch; logits that are not read 16 bytes at a time (8 by launch 2); a kernel that does not wait for the one in
-front of it; the last program of a row told apart without an atomic.
+batch; logits that are not read 16 bytes at a time (8 by launch 2); a kernel that does not wait for
+the one in front of it; the last program of a row told apart without an atomic.
 
 The compiler needs no GPU: see test_launching.py.
 """
