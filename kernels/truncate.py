@@ -12,8 +12,10 @@ and a row's threshold is the largest of the three, so that ties are kept and -in
 
   cut      one program a row. Launch 1 left the maximum of every GROUP tokens; all logits at or
            above the GROUPS_READ-th largest of these lie in as many groups (a short top-k needs
-           no more groups than it keeps tokens). Those are read again, what is at or above that edge is packed (CANDIDATES at most), and the rules are decided
-           among the few by comparing all with all. top-k up to GROUPS_READ is always decided here.
+           few more groups than it keeps tokens). Those are read again, what is at or above that
+           edge is packed (CANDIDATES at most), and the rules are decided among the few by comparing
+           all with all. Launch 2 draws from these. top-k up to GROUPS_READ is decided here, but
+           where many tie.
   search   one program a row, which leaves at once where cut decided. Else (a flat law, a long
            top-k, many ties) it looks for t by bisection, and walks the row for each step.
 
