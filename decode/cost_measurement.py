@@ -7,13 +7,17 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from decode.clock import Clock
 from decode.costs import Costs, costs_key, interpolate
+from decode.device.ready import parts_on_device
+from decode.native.target import NativeTarget
 from decode.sampling import RowSampler
 from decode.types import MAX_DRAFT_TOKENS, Drafter, DraftProposal, DraftSession, Sampling, Target
 from decode.verification import Draft, Verifier, select_verifier, verify_drafts
@@ -35,9 +39,14 @@ def measure_costs(
     context_tokens: int,
     repeats: int,
     contexts: Sequence[Sequence[int]] | None = None,
+    with_sampled: bool = True,
 ) -> Costs:
     """Medians over `repeats` rounds, sizes interleaved in a round so that a slow moment hits all
     alike.
+
+    Where target and all drafters decode on the device, steps are timed there, as they are when
+    they are used. Without `with_sampled`, text that is drawn is there taken to cost what greedy
+    text does.
 
     `contexts` are token ids of real text, each cut to `context_tokens`; without them a synthetic
     row that repeats itself and one that does not are used. A drafter's seconds are the mean over
@@ -46,37 +55,79 @@ def measure_costs(
     given = [list(context)[:context_tokens] for context in contexts or []]
     rows = [row for row in given if len(row) >= 2]
     rows = rows or synthetic_contexts(target.vocab_size, context_tokens)
-    timer = Timer(clock, target.device)
-    greedy, sampled = _measure_target(target, rows[0], timer, sorted({1, *widths}), repeats)
-    drafting: dict[str, list[dict[int, float]]] = {}
-    firsts: dict[str, float] = {}
-    for name, drafter in drafters.items():
-        drafting[name] = [
-            _measure_drafter(drafter, rows, timer, draft_lengths, repeats, law) for law in LAWS
-        ]
-        firsts[name] = _measure_first(drafter, rows[0], timer, repeats)
+    widths = sorted({1, *widths})
+    found = parts_on_device(target, drafters)
+    if found is None or found[1]:  # each step waits for the host, as the loop does
+        tables = _on_host(target, drafters, clock, rows, widths, draft_lengths, repeats)
+    else:
+        from decode.device.measurement import measure_on_device
+
+        tables = measure_on_device(
+            cast(NativeTarget, target),
+            found[0],
+            clock,
+            rows,
+            widths,
+            draft_lengths,
+            repeats,
+            LAWS if with_sampled else LAWS[:1],
+        )
+    sampled = len(tables.verify) > 1
     return Costs(
         key=costs_key(target),
-        verify_seconds=greedy,
-        draft_seconds={name: tables[0] for name, tables in drafting.items()},
-        sampled_verify_seconds=sampled,
-        sampled_draft_seconds={name: tables[1] for name, tables in drafting.items()},
+        verify_seconds=tables.verify[0],
+        draft_seconds=tables.draft[0],
+        sampled_verify_seconds=tables.verify[1] if sampled else {},
+        sampled_draft_seconds=tables.draft[1] if sampled else {},
         host_seconds=0.0,  # known from the records of a decoder that has run
-        first_token_seconds=firsts,
+        first_token_seconds=tables.firsts,
         memory_bytes={name: drafter.memory_bytes for name, drafter in drafters.items()},
         context_tokens=round(fmean(len(row) for row in rows)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What was measured: by law, greedy first."""
+
+    verify: list[dict[int, float]]
+    draft: list[dict[str, dict[int, float]]]
+    firsts: dict[str, float]  # by drafter: seconds from a fresh row to a draft
+
+
+def _on_host(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    clock: Clock,
+    rows: Sequence[Sequence[int]],
+    widths: Sequence[int],
+    draft_lengths: Sequence[int],
+    repeats: int,
+) -> Tables:
+    """Part by part, waiting for the device after each."""
+    timer = Timer(clock, target.device)
+    verify = _measure_target(target, rows[0], timer, widths, repeats)
+    draft: list[dict[str, dict[int, float]]] = [{} for _ in LAWS]
+    firsts: dict[str, float] = {}
+    for name, drafter in drafters.items():
+        for law, table in zip(LAWS, draft, strict=True):
+            table[name] = _measure_drafter(drafter, rows, timer, draft_lengths, repeats, law)
+        firsts[name] = _measure_first(drafter, rows[0], timer, repeats)
+    return Tables(verify, draft, firsts)
 
 
 def quick_costs(target: Target, drafters: Mapping[str, Drafter], clock: Clock) -> Costs:
     """A rough measurement in a second or two, for a decoder that was given none.
 
     Drafting is timed at two lengths only and continued in a straight line: sixteen tokens of a
-    large drafter take seconds.
+    large drafter take seconds. On the device each law has steps of its own to compile and capture,
+    and what it changes is little beside the passes: there greedy steps stand for all.
     """
     widths = [2, 5, MAX_DRAFT_TOKENS + 1]
     length = min(64, target.max_context - MAX_DRAFT_TOKENS - 1)
-    return measure_costs(target, drafters, clock, widths, [1, 4], length, repeats=3)
+    return measure_costs(
+        target, drafters, clock, widths, [1, 4], length, repeats=3, with_sampled=False
+    )
 
 
 def synthetic_contexts(vocab_size: int, num_tokens: int) -> list[list[int]]:
@@ -122,11 +173,11 @@ def _measure_target(
                 if turn:
                     table[width].append(scored + timer.now() - start)
             target.rollback(session, len(row) - 1)
-    _warn_if_busy(seconds[0])
+    warn_if_busy(seconds[0])
     return [{width: median(found) for width, found in table.items()} for table in seconds]
 
 
-def _warn_if_busy(seconds: Mapping[int, Sequence[float]]) -> None:
+def warn_if_busy(seconds: Mapping[int, Sequence[float]]) -> None:
     """Work of one size takes one time; where it did not, something else was running."""
     worst = max(
         (median(found) / min(found) for found in seconds.values() if min(found) > 0), default=1.0

@@ -5,11 +5,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 
 from decode.clock import Clock, SystemClock
+from decode.device.ready import parts_on_device
 from decode.loop import Loop, Row
 from decode.native.target import NativeTarget
 from decode.noise import Noise, PhiloxNoise
@@ -201,19 +202,23 @@ class SpeculativeDecoder:
 
     def _runner(self) -> Runner:
         """What decodes: on the device without waiting, where target and all drafters can."""
-        target = self.target
-        if not isinstance(target, NativeTarget) or target.kernel_forward is None:
+        found = parts_on_device(self.target, self.pool.drafters)
+        if found is None:
             return self._loop
-        from decode.device.engine import DeviceEngine  # Triton is not everywhere
-        from decode.device.members import device_parts
-
-        parts, waiting = device_parts(self.pool)
+        parts, waiting = found
         if waiting:
             self._say_waits(waiting)
             return self._loop
+        from decode.device.engine import DeviceEngine  # Triton is not everywhere
+
         if self._engine is None or not self._engine.serves(parts):
             self._engine = DeviceEngine(
-                target, self.pool, parts, self.policy, self._clock, self._coupling
+                cast(NativeTarget, self.target),
+                self.pool,
+                parts,
+                self.policy,
+                self._clock,
+                self._coupling,
             )
         return self._engine
 

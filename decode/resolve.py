@@ -41,12 +41,14 @@ def resolve_target(
         return target
     from decode.targets.backends import make_target
     from decode.targets.loading import load_causal_lm, load_tokenizer
+    from decode.targets.moving import moved
 
     check_choice(backend or AUTO, exactness)
     if isinstance(target, str | Path):
         name = str(target)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_causal_lm(name, _torch_dtype(dtype, device) or torch.float32).to(device)
+        loaded = load_causal_lm(name, _torch_dtype(dtype, device) or torch.float32)
+        model = moved(loaded, device)
         tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
         return make_target(
             model, tokenizer, name, backend=backend or AUTO, exactness=exactness, take=True

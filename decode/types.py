@@ -200,6 +200,8 @@ class Prior:
     population_sd: Mapping[str, float]
     depth_offsets: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     source: str = "population"  # "router" where the prompt was looked at
+    # Chance that a drafter proposes anything when it is asked, where that is not known beforehand.
+    match_chance: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,8 @@ class Request:
     max_new_tokens: int
     sampling: Sampling
     prior: Prior | None
+    # Drafters whose offers say what they may propose, and who may then propose nothing at all.
+    unsure: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

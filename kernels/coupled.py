@@ -28,8 +28,6 @@ from kernels.stats import row_statistics, single_sum
 from kernels.truncate import truncate
 from kernels.types import Verification
 from kernels.verify import (
-    EVERYTHING,
-    Uses,
     check_for_kernel,
     launch_arguments,
     raise_for,
@@ -64,52 +62,21 @@ def couple(
     seen_token_counts: Tensor | None = None,  # [B, V]; None: nothing was seen before the draft
 ) -> Verification:
     """The tokens that each row keeps; the contract of kernels.coupled_reference.couple."""
-    words = key_words(keys, places).to(target_logits.device, non_blocking=True)
-    return couple_words(
-        target_logits,
-        draft_token_ids,
-        words,
-        temperature=temperature,
-        num_draft_tokens=num_draft_tokens,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seen_token_counts=seen_token_counts,
-    )
-
-
-def couple_words(
-    target_logits: Tensor,  # [B, K + 1, V] raw bfloat16, float16 or float32; any strides
-    draft_token_ids: Tensor,  # [B, K]; the first -1 ends a row's draft
-    words: Tensor,  # [B, 3] int64 on the device: keys and places, as key_words has them
-    *,
-    temperature: Tensor,  # [B]; 0: greedy
-    num_draft_tokens: Tensor | None = None,  # [B]; K
-    top_k: Tensor | None = None,  # [B]
-    top_p: Tensor | None = None,  # [B]
-    min_p: Tensor | None = None,  # [B]
-    repetition_penalty: Tensor | None = None,  # [B]
-    seen_token_counts: Tensor | None = None,  # [B, V]; None: nothing was seen before the draft
-    check: bool = True,
-    uses: Uses = EVERYTHING,
-) -> Verification:
-    """`couple` with its chance on the device; `check` and `uses` as in kernels.verify."""
     inputs = Inputs.of_target(
         target_logits,
         draft_token_ids,
         temperature,
         num_draft_tokens,
-        top_k if uses.top_k else None,
-        top_p if uses.top_p else None,
-        min_p if uses.min_p else None,
-        repetition_penalty if uses.repetition_penalty else None,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty,
         seen_token_counts,
     )
     check_for_kernel(inputs)
+    words = key_words(keys, places).to(target_logits.device, non_blocking=True)
     verification, errors = enqueue(inputs, words)
-    if check:
-        raise_for(inputs, errors)
+    raise_for(inputs, errors)
     return verification
 
 

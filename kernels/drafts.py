@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kernels.heads import Batch
 from kernels.launching import launch
-from kernels.step import FROM_LOOKUP, FROM_MODEL, ONE_WARP, Asked, Drafting, Slots
+from kernels.overlap import follow, options
+from kernels.step_state import FROM_LOOKUP, FROM_MODEL, ONE_WARP, Asked, Drafting, Slots
 
 
 def keep_found(asked: Asked, state: Drafting, found: Tensor, num_found: Tensor) -> None:
@@ -33,6 +34,7 @@ def keep_found(asked: Asked, state: Drafting, found: Tensor, num_found: Tensor) 
         state.sources,
         width,
         BLOCK=triton.next_power_of_2(width),
+        **options(found.device),
         num_warps=ONE_WARP,
     )
 
@@ -78,6 +80,7 @@ def catch_up(
         most,
         max_context,
         BLOCK=triton.next_power_of_2(batch.width),
+        **options(token_ids.device),
         num_warps=ONE_WARP,
     )
 
@@ -118,6 +121,7 @@ def take(
         0 if seen is None else seen.shape[1],
         state.drafts.shape[1],
         depth,
+        **options(token_ids.device),
         num_warps=ONE_WARP,
     )
 
@@ -125,8 +129,10 @@ def take(
 @triton.jit(do_not_specialize=["width"])
 def found_kernel(
     lookups_ptr, found_ptr, num_found_ptr, drafts_ptr, drafted_ptr, sources_ptr, width,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP > 0:
+        follow()
     b, batch = tl.program_id(0), tl.num_programs(0)
     lookup = tl.load(lookups_ptr + b)
     if lookup >= 0:
@@ -144,7 +150,10 @@ def catch_up_kernel(
     slots_ptr, models_ptr, model_slots_ptr, at_least_ptr, lengths_ptr, tokens_ptr, capacity,
     read_ptr, drafted_ptr, limits_ptr, wanted_ptr, ids_ptr, row_slots_ptr, positions_ptr,
     widths_ptr, last_ptr, depths_ptr, stride, width, most, max_context, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP > 0:
+        follow()
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     length = tl.load(lengths_ptr + slot)
@@ -175,8 +184,10 @@ def catch_up_kernel(
 def take_kernel(
     slots_ptr, model_slots_ptr, lengths_ptr, wanted_ptr, drawn_ptr, errors_ptr, draft_ids_ptr,
     drafts_ptr, drafted_ptr, sources_ptr, failed_ptr, ids_ptr, row_slots_ptr, positions_ptr,
-    widths_ptr, seen_ptr, vocab, width, depth,
+    widths_ptr, seen_ptr, vocab, width, depth, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP > 0:
+        follow()
     b = tl.program_id(0)
     wanted = tl.load(wanted_ptr + b)
     asked = (depth < wanted) & (tl.load(failed_ptr + b) == 0)

@@ -60,7 +60,7 @@ def _agreeing(text: list[int], end: int, most: int) -> int:
 def look_up(
     token_ids: Tensor,  # [S, capacity] int32, the texts of all slots
     lengths: Tensor,  # [S] int32, tokens of each slot's text
-    slots: Tensor,  # [B] int32
+    slots: Tensor,  # [B] int32 or int64
     wanted: Tensor,  # [B] int32, most tokens to propose; 0: none
     min_ngram: int,
     max_ngram: int,

@@ -10,76 +10,32 @@ has ended, and how many of its tokens each drafting model has read. A step then 
     present  the last verified token and the draft become the row of the target's pass
     advance  what verification kept is appended, up to EOS or the last token allowed
 
+On CUDA each of them notes when it runs, so that a step tells where its time went.
+
 One program a row. Rows that are not there, or whose text has ended, are padding: their width is 0
 and nothing of theirs is written. To roll back is to lower a number: what was read past it is
 written over.
 """
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.heads import Batch
 from kernels.launching import launch
-
-NONE, LOOKUP, MODEL = 0, 1, 2  # who drafted
-NUM_FIELDS = 10  # of a row's record, before its tokens
-LIMIT, DRAFTED, ACCEPTED, EMITTED, SOURCE, BROKEN, FAILED, LENGTH, OPENED, READ = range(NUM_FIELDS)
-FROM_MODEL, FROM_LOOKUP = tl.constexpr(MODEL), tl.constexpr(LOOKUP)
-FIELDS = tl.constexpr(NUM_FIELDS)
-ONE_WARP = 1  # of each program: what one thread writes, another has read before
+from kernels.overlap import follow, options
+from kernels.step_state import FIELDS, FROM_MODEL, ONE_WARP, Asked, Drafting, Slots
 
 
-@dataclass(frozen=True)
-class Slots:
-    """The state of all rows, by slot."""
-
-    token_ids: Tensor  # [S, capacity] int32, verified
-    lengths: Tensor  # [S] int32, how many of them there are
-    left: Tensor  # [S] int32, tokens that may still be emitted
-    done: Tensor  # [S] int32, 1 where the text has ended
-    times: Tensor  # [2, S] int64, nanoseconds: when reading the prompt began and ended
-    counts: Tensor | None  # [S, V] int32, how often a token stands in token_ids
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the host decided for the rows of a step: [B] int64 each."""
-
-    slots: Tensor
-    there: Tensor  # 0: padding
-    limits: Tensor  # tokens to draft at most
-    lookups: Tensor  # which lookup is asked first; -1: none
-    models: Tensor  # 1: the model drafts, where no lookup matched
-    model_slots: Tensor  # of the model's cache
-    read: Tensor  # tokens that the model has read at least
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """The drafts of a step while they grow."""
-
-    drafts: Tensor  # [B, K] int32, -1 past the end
-    drafted: Tensor  # [B] int32
-    sources: Tensor  # [B] int32: NONE, LOOKUP or MODEL
-    limits: Tensor  # [B] int32, tokens that could have been drafted
-    failed: Tensor  # [B] int32, 1 where the model's logits are no law
-
-    @classmethod
-    def new(cls, batch: int, width: int, device: torch.device) -> "Drafting":
-        """Memory that begin() fills."""
-        numbers = torch.empty(4, batch, dtype=torch.int32, device=device)
-        drafts = torch.empty(batch, width, dtype=torch.int32, device=device)
-        return cls(drafts, *numbers)
-
-
-def begin(slots: Slots, asked: Asked, state: Drafting, wanted: Tensor, words: Tensor) -> None:
-    """Nothing is drafted yet. `wanted` [L, B] int32: tokens asked of each lookup; `words` [B, 3]
-    int64: the third becomes the place of a row's next token.
-    """
+def begin(
+    slots: Slots,
+    asked: Asked,
+    state: Drafting,
+    wanted: Tensor,  # [L, B] int32, overwritten: tokens asked of each lookup
+    words: Tensor,  # [B, 3] int64: the third becomes the place of a row's next token
+    moments: Tensor | None = None,  # [NUM_MOMENTS] int64, nanoseconds, here and below: on CUDA only
+) -> None:
+    """Nothing is drafted yet."""
     batch, width = state.drafts.shape
     launch(
         begin_kernel,
@@ -98,14 +54,23 @@ def begin(slots: Slots, asked: Asked, state: Drafting, wanted: Tensor, words: Te
         state.failed,
         wanted,
         words,
+        moments,
         len(wanted),
         width,
         BLOCK=triton.next_power_of_2(max(width, 1)),
+        **options(words.device),
         num_warps=ONE_WARP,
     )
 
 
-def present(slots: Slots, asked: Asked, state: Drafting, token_ids: Tensor, batch: Batch) -> None:
+def present(
+    slots: Slots,
+    asked: Asked,
+    state: Drafting,
+    token_ids: Tensor,
+    batch: Batch,
+    moments: Tensor | None = None,
+) -> None:
     """The target's pass: [B * (K + 1)] token ids and where they stand."""
     launch(
         present_kernel,
@@ -122,8 +87,10 @@ def present(slots: Slots, asked: Asked, state: Drafting, token_ids: Tensor, batc
         batch.slots,
         batch.positions,
         batch.widths,
+        moments,
         state.drafts.shape[1],
         BLOCK=triton.next_power_of_2(batch.width),
+        **options(token_ids.device),
         num_warps=ONE_WARP,
     )
 
@@ -137,7 +104,8 @@ def advance(
     errors: Tensor,  # [B] int32, 1 where verification found no law
     eos: Tensor,  # [E] int32
     read: Tensor | None,  # [S] int32 of the model that drafted
-    records: Tensor,  # [B, NUM_FIELDS + K + 1] int64, overwritten
+    records: Tensor,  # [B * (NUM_FIELDS + K + 1)] int64, overwritten, row after row
+    moments: Tensor | None = None,  # are copied to the end of the records, which is as much longer
 ) -> None:
     """Append what was kept to each row that goes on, and say in its record what became of it."""
     width = kept.shape[1]
@@ -166,9 +134,11 @@ def advance(
         len(eos),
         read,
         records,
+        moments,
         len(slots.lengths),
         width,
         BLOCK=triton.next_power_of_2(width),
+        **options(records.device),
         num_warps=ONE_WARP,
     )
 
@@ -182,8 +152,10 @@ def stamp(times: Tensor, place: int) -> None:
 def begin_kernel(
     slots_ptr, there_ptr, asked_ptr, lookups_ptr, lengths_ptr, left_ptr, done_ptr,
     drafts_ptr, drafted_ptr, sources_ptr, limits_ptr, failed_ptr, wanted_ptr, words_ptr,
-    num_lookups, width, BLOCK: tl.constexpr,
+    moments_ptr, num_lookups, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP > 0:
+        follow()
     b, batch = tl.program_id(0), tl.num_programs(0)
     slot = tl.load(slots_ptr + b)
     active = (tl.load(there_ptr + b) != 0) & (tl.load(done_ptr + slot) == 0)
@@ -200,13 +172,19 @@ def begin_kernel(
     for number in range(0, num_lookups):
         tl.store(wanted_ptr + number * batch + b, tl.where(lookup == number, limit, 0))
     tl.store(words_ptr + b * 3 + 2, tl.load(lengths_ptr + slot).to(tl.int64))
+    if moments_ptr is not None:
+        if b == 0:
+            tl.store(moments_ptr + 0, tl.extra.cuda.globaltimer())
 
 
 @triton.jit(do_not_specialize=["capacity", "num_drafts"])
 def present_kernel(
     slots_ptr, there_ptr, lengths_ptr, done_ptr, tokens_ptr, capacity, drafts_ptr, drafted_ptr,
-    ids_ptr, row_slots_ptr, positions_ptr, widths_ptr, num_drafts, BLOCK: tl.constexpr,
+    ids_ptr, row_slots_ptr, positions_ptr, widths_ptr, moments_ptr, num_drafts, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP > 0:
+        follow()
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     active = (tl.load(there_ptr + b) != 0) & (tl.load(done_ptr + slot) == 0)
@@ -220,14 +198,20 @@ def present_kernel(
     tl.store(row_slots_ptr + b, slot.to(tl.int32))
     tl.store(positions_ptr + b, tl.where(active, last, 0))
     tl.store(widths_ptr + b, tl.where(active, drafted + 1, 0))
+    if moments_ptr is not None:
+        if b == 0:
+            tl.store(moments_ptr + 1, tl.extra.cuda.globaltimer())
 
 
 @triton.jit(do_not_specialize=["capacity", "vocab", "num_eos", "num_slots", "width"])
 def advance_kernel(
     slots_ptr, there_ptr, lengths_ptr, left_ptr, done_ptr, times_ptr, tokens_ptr, capacity,
     counts_ptr, vocab, drafted_ptr, sources_ptr, limits_ptr, failed_ptr, kept_ptr, accepted_ptr,
-    errors_ptr, eos_ptr, num_eos, read_ptr, records_ptr, num_slots, width, BLOCK: tl.constexpr,
+    errors_ptr, eos_ptr, num_eos, read_ptr, records_ptr, moments_ptr, num_slots, width,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP > 0:
+        follow()
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     active = (tl.load(there_ptr + b) != 0) & (tl.load(done_ptr + slot) == 0)
@@ -268,6 +252,13 @@ def advance_kernel(
     tl.store(at + 8, tl.load(times_ptr + slot))
     tl.store(at + 9, tl.load(times_ptr + num_slots + slot))
     tl.store(at + FIELDS + i, tl.where(i < emitted, token, -1), mask=i < width)
+    if moments_ptr is not None:
+        if b == 0:
+            end_ptr = records_ptr + tl.num_programs(0) * (FIELDS + width)
+            tl.store(end_ptr + 0, tl.load(moments_ptr + 0))
+            tl.store(end_ptr + 1, tl.load(moments_ptr + 1))
+            tl.store(end_ptr + 2, tl.extra.cuda.globaltimer())
+            tl.store(end_ptr + 3, tl.load(moments_ptr + 3))
 
 
 @triton.jit(do_not_specialize=["place"])

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from decode import SpeculativeDecoder
 from decode.clock import Clock
@@ -113,8 +112,8 @@ def decoder_way(decoder: SpeculativeDecoder, clock: Clock) -> Way:
     return write
 
 
-class Arrivals(BaseStreamer):
-    """When transformers hands over the prompt, and then new tokens."""
+class Arrivals:
+    """When transformers hands over the prompt, and then new tokens: a streamer."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

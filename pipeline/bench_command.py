@@ -9,9 +9,8 @@ from rich.table import Table
 
 from pipeline.files import write_json
 from pipeline.headline import finite
-from pipeline.manifest import git_state, package_versions
+from pipeline.manifest import circumstances
 from pipeline.progress import WIDE
-from pipeline.runtime import hardware
 
 
 def command(
@@ -37,10 +36,8 @@ def command(
 def conditions(target: Any) -> dict[str, Any]:
     """Under which a figure of this target holds: machine, dtype, packages, commit."""
     return {
-        "hardware": hardware(),
         "dtype": str(next(target.model.parameters()).dtype).removeprefix("torch."),
-        "packages": package_versions(),
-        **git_state(),
+        **circumstances(),
     }
 
 

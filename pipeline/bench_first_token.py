@@ -22,8 +22,7 @@ from rich.table import Table
 from decode.clock import Clock, SystemClock
 from pipeline.bench_command import command, new_table, show, told
 from pipeline.first_token import TOKEN, WAYS
-from pipeline.manifest import git_state, package_versions
-from pipeline.runtime import hardware
+from pipeline.manifest import circumstances
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -83,10 +82,8 @@ def measure(
     found = {way: started(way, target, dtype, device, max_new_tokens, clock) for way in ways}
     return {
         "target": Path(target).name,
-        "hardware": hardware(),
         "dtype": dtype,
-        "packages": package_versions(),
-        **git_state(),
+        **circumstances(),
         "ways": found,
     }
 

@@ -15,10 +15,9 @@ from pipeline.build import build_drafters, drafter_needs, load_target
 from pipeline.digests import model_identity
 from pipeline.files import write_json
 from pipeline.headline import finite
-from pipeline.manifest import git_state, package_versions
+from pipeline.manifest import circumstances
 from pipeline.models import TargetConfig
 from pipeline.progress import console
-from pipeline.runtime import hardware
 from pipeline.stage import Need, Stage, Workspace, describe
 from pipeline.wallclock import EvalPrompt
 
@@ -128,9 +127,7 @@ class Benchmark(Stage):
             "backend": target.backend,
             "exactness": target.exactness,
             "device": workspace.runtime.resolved_device(),
-            "hardware": hardware(),
-            "packages": package_versions(),
-            **git_state(),
+            **circumstances(),
         }
         if self.suite not in ALONE:
             said |= self._asked(workspace.groups)

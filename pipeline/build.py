@@ -9,6 +9,7 @@ import torch
 from decode.targets.backends import make_target
 from decode.targets.choices import AUTO, fast_dtype
 from decode.targets.loading import load_causal_lm, load_tokenizer
+from decode.targets.moving import moved
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter
 from drafters.base import BuildContext, target_parts
@@ -44,7 +45,7 @@ def load_target(
     folder, remote = str(config.resolve()), config.trust_remote_code
     model = load_causal_lm(folder, getattr(torch, config.dtype), remote)
     return make_target(
-        model.to(runtime.resolved_device()),
+        moved(model, runtime.resolved_device()),
         load_tokenizer(folder, remote),
         config.name_or_path,
         backend=config.backend,

@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 HOST = "127.0.0.1"
 FAILED = 1
+PATIENCE = timedelta(days=7)  # of processes with one another: the parent sees to those that died
 
 
 class WorkerError(RuntimeError):
@@ -202,6 +204,7 @@ def _join_group(rank: int, size: int, port: int, runtime: Runtime) -> None:
         rank=rank,
         world_size=size,
         device_id=torch.device("cuda", rank) if on_gpu else None,
+        timeout=PATIENCE,
     )
 
 

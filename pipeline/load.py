@@ -15,6 +15,7 @@ from decode.costs import Costs, costs_key
 from decode.targets.backends import make_target
 from decode.targets.choices import AUTO
 from decode.targets.loading import load_causal_lm, load_tokenizer
+from decode.targets.moving import moved
 from decode.targets.transformers import TransformersTarget
 from decode.types import Drafter, Policy
 from drafters.base import BuildContext, target_parts
@@ -48,7 +49,7 @@ def load_decoder(
     kind, promise = (backend, AUTO) if backend else exported_choice(described, device)
     model = load_causal_lm(name, dtype or getattr(torch, described["dtype"]), remote)
     opened = make_target(
-        model.to(device),
+        moved(model, device),
         load_tokenizer(name, remote),
         name,
         backend=kind,

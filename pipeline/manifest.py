@@ -80,11 +80,14 @@ def finish(out: Path, identity: dict[str, Any], metrics: dict[str, Any], started
                 for p in files
             },
             "command": ["python", "-m", "pipeline", *sys.argv[1:]],
-            "hardware": hardware(),
-            "packages": package_versions(),
-            **git_state(),
+            **circumstances(),
         },
     )
+
+
+def circumstances() -> dict[str, Any]:
+    """Machine, packages and code of this process, which every figure is told with."""
+    return {"hardware": hardware(), "packages": package_versions(), **git_state()}
 
 
 @cache

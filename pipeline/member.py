@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pipeline.build import portfolio_members
-from pipeline.rounds import METRICS
+from pipeline.round_folders import METRICS
 from pipeline.stage import Need, Stage, Workspace
 
 

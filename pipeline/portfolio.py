@@ -17,7 +17,8 @@ from pipeline.build import parent_need
 from pipeline.distill import Distill
 from pipeline.launch import sole_writer
 from pipeline.lint_report import read_lint
-from pipeline.rounds import ROUNDS, Rounds, clean_up
+from pipeline.round_folders import clean_up
+from pipeline.rounds import ROUNDS, Rounds
 from pipeline.stage import Need, Workspace
 
 BEGINNINGS = ("topics", "labels")

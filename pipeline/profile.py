@@ -31,7 +31,7 @@ class Profile(Stage):
 
     reads: ClassVar[tuple[str, ...]] = ("target", "pool")
     times: ClassVar[bool] = True
-    format_version: ClassVar[int] = 2
+    format_version: ClassVar[int] = 3
     summary: ClassVar[str] = "time drafting, verifying and the rest of a step on this machine"
 
     widths: list[int]

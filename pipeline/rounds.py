@@ -1,7 +1,6 @@
 """The rounds of a portfolio: prompts are shared out anew, and each member learns from its share."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from drafters.network_drafter import NetworkDrafter
 from pipeline.answers import Answer, Answers
 from pipeline.build import NamedEntry, load_target
 from pipeline.files import write_json
-from pipeline.history import FILE as HISTORY
+from pipeline.round_folders import clean_up, join_rounds, round_folder
 from pipeline.sharing import (
     by_label,
     by_passes,
@@ -33,11 +32,10 @@ from pipeline.validation import read_metrics, validation_answers
 
 if TYPE_CHECKING:
     from pipeline.portfolio import Portfolio
+    from pipeline.team import Team
 
 ROUNDS = "rounds.json"  # written last: all is done
 SHARES = "shares.json"
-METRICS = "metrics.json"  # of a member: its last round's, but for sums over all rounds
-SUMMED = ("num_steps", "num_tokens")  # metrics of the rounds that add up
 
 
 class Rounds:
@@ -69,14 +67,14 @@ class Rounds:
             self.found.save(self.out)
         shares: dict[str, int] = {}
         for number in range(1, self.settings.num_rounds + 1):
-            folder = self.out / f"round-{number}"
+            folder = round_folder(self.out, number)
             shares = self._shares(folder, number, shares)
-            for place, name in enumerate(self.members):
-                self._train(number, folder / name, name, shares, place)
+            self._round(number, folder, shares)
         best = self._passes(self.validation)
         metrics = {**self._metrics(best), "num_rounds": self.settings.num_rounds}
         if self.team.is_first:
-            self._crown()
+            for name in self.members:
+                join_rounds(self.out, name, self.settings.num_rounds)
             write_json(self.out / ROUNDS, {"rounds": self.rounds, "metrics": metrics})
             clean_up(self.out)
         self.team.wait()
@@ -168,33 +166,50 @@ class Rounds:
 
     # ----------------------------------------------------------------------------------- training
 
+    def _round(self, number: int, folder: Path, shares: Mapping[str, int]) -> None:
+        """Every member after a round; processes that share no parameters train one member each."""
+        from pipeline.team import Alone
+
+        team = self.team if self.team.shards or self.team.size == 1 else Alone(self.team)
+        for place, name in enumerate(self.members):
+            if team is self.team or place % self.team.size == self.team.index:
+                self._train(number, folder / name, name, shares, place, team)
+        self.team.wait()
+        for name, drafter in self.members.items():
+            drafter.load(folder / name)
+            drafter.prepare_training()
+
     def _train(
-        self, number: int, out: Path, name: str, shares: Mapping[str, int], place: int
+        self,
+        number: int,
+        out: Path,
+        name: str,
+        shares: Mapping[str, int],
+        place: int,
+        team: "Team",
     ) -> None:
-        """Leave the member as this round makes it; what is done already is read."""
+        """Write what this round makes of a member, unless it is there."""
         from pipeline.trainer import Trainer
 
-        drafter = self.members[name]
-        if read_metrics(out) is None:
-            settings = self.settings.of_round()
-            mine = self._mine(self._learned(number), shares, place)
-            judged = [answer for answer in self.validation if shares[key(answer)] == place]
-            out.mkdir(parents=True, exist_ok=True)
-            Trainer(
-                settings,
-                self.target,
-                self.workspace.runtime,
-                name=f"{name}, round {number}",
-                out=out,
-                seed=(self.workspace.seed + number) % 2**63,
-                drafter=drafter,
-                rows=settings.gather(mine, name),
-                validation=judged or self.validation,
-                part=(number, settings.num_rounds),
-            ).run()
-            self.team.wait()
-        drafter.load(out)
-        drafter.prepare_training()
+        if read_metrics(out) is not None:
+            return
+        settings = self.settings.of_round()
+        mine = self._mine(self._learned(number), shares, place)
+        judged = [answer for answer in self.validation if shares[key(answer)] == place]
+        out.mkdir(parents=True, exist_ok=True)
+        Trainer(
+            settings,
+            self.target,
+            self.workspace.runtime,
+            name=f"{name}, round {number}",
+            out=out,
+            seed=(self.workspace.seed + number) % 2**63,
+            drafter=self.members[name],
+            rows=settings.gather(mine, name),
+            validation=judged or self.validation,
+            part=(number, settings.num_rounds),
+            team=team,
+        ).run()
 
     def _mine(
         self, answers: Sequence[Answer], shares: Mapping[str, int], place: int
@@ -214,42 +229,3 @@ class Rounds:
             },
             "acceptance_length_best_of": float(tokens / counts.min(axis=0).sum()),
         }
-
-    def _crown(self) -> None:
-        """A folder a member: the last round's drafter, the history of all rounds, sums of both."""
-        for name in self.members:
-            folders = [
-                self.out / f"round-{number}" / name
-                for number in range(1, self.settings.num_rounds + 1)
-            ]
-            made = self.out / f"{name}.partial"
-            shutil.rmtree(made, ignore_errors=True)
-            shutil.copytree(folders[-1], made)
-            _join_histories(folders, made)
-            reports = [read_metrics(folder) or {} for folder in folders]
-            sums = {key: sum(report[key] for report in reports) for key in SUMMED}
-            write_json(made / METRICS, {**reports[-1], **sums})
-            shutil.rmtree(self.out / name, ignore_errors=True)
-            made.rename(self.out / name)
-
-
-def _join_histories(folders: Sequence[Path], out: Path) -> None:
-    """One curve through all rounds: steps go on, and so do counts of tokens."""
-    lines: list[dict[str, float]] = []
-    for folder in folders:
-        steps, tokens = (lines[-1]["step"], lines[-1]["num_tokens"]) if lines else (0, 0)
-        for line in (folder / HISTORY).read_text(encoding="utf-8").splitlines():
-            values = json.loads(line)
-            if values["step"] == 0 and steps:
-                continue  # the start of a later round is the end of the one before
-            values["step"] += steps
-            if "num_tokens" in values:
-                values["num_tokens"] += tokens
-            lines.append(values)
-    (out / HISTORY).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-
-
-def clean_up(out: Path) -> None:
-    """Remove what only a resumed run needs."""
-    for folder in out.glob("round-*"):
-        shutil.rmtree(folder)

@@ -76,6 +76,27 @@ class Team:
         self.accelerator.wait_for_everyone()
 
 
+class Alone(Team):
+    """One process of several that does something of its own."""
+
+    def __init__(self, team: Team) -> None:
+        self.size, self.index, self.shards = 1, 0, False
+        self.device = team.device
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @contextmanager
+    def gathering(self, module: nn.Module, now: bool) -> Iterator[None]:
+        yield
+
+    def wait(self) -> None:
+        return
+
+
 def accelerator_on(device: str) -> Accelerator:
     """An accelerator on this kind of device, whichever one an earlier run of this process used."""
     if AcceleratorState._shared_state and AcceleratorState().device.type != device:

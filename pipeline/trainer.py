@@ -40,8 +40,9 @@ class Trainer:
     """One training run in the folder `out`, as `settings` say; needs nothing of a stage around it.
 
     `drafter` is where training starts and holds the best in the end. In a team of processes each
-    makes a Trainer of its own with equal arguments; the first one writes. `part` (i, n): this is
-    the i-th of n runs that follow one learning rate curve; such a run ends with its last drafter.
+    makes a Trainer of its own with equal arguments; the first one writes. `team` is who trains
+    together, by default all processes there are. `part` (i, n): this is the i-th of n runs that
+    follow one learning rate curve; such a run ends with its last drafter.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class Trainer:
         rows: Rows,  # what settings.gather makes of answers
         validation: Sequence[Answer],
         part: tuple[int, int] = (1, 1),
+        team: Team | None = None,
     ) -> None:
         self.settings = settings = settings.resolved(runtime)
         self.target, self.runtime, self.drafter = target, runtime, drafter
         self.name, self.out, self.seed, self.part = name, out, seed, part
-        self.team = Team(runtime.resolved_device(), runtime.sharding)
+        self.team = team or Team(runtime.resolved_device(), runtime.sharding)
         self.judge = Judge(drafter, validation, settings.num_draft_tokens, out, self.team)
         on_gpu = self.team.device.type == "cuda"
         self.feed = self._feed(rows, pinned=on_gpu)

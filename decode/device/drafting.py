@@ -14,7 +14,7 @@ from decode.native.kernel_forward import ALIGNED, Step
 from kernels.coupled import enqueue as race
 from kernels.drafts import catch_up, take
 from kernels.inputs import Inputs
-from kernels.step import Drafting
+from kernels.step_state import Drafting
 from kernels.verify import enqueue as draw
 
 

@@ -8,6 +8,7 @@ budgets are the device's affair; stop strings are the host's, which drops what c
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +19,7 @@ from decode.device.parts import DeviceParts
 from decode.device.plan import RowPlan, Rules, Shape
 from decode.device.records import RowResult, draft_shares, make_record, row_results, step_seconds
 from decode.device.rows import DeviceRow, QueuedStep, RowStep
-from decode.device.state import READING, DeviceState
+from decode.device.state import DeviceState
 from decode.device.steps import Steps
 from decode.native.kernel_forward import BATCHES, WIDTHS, bucket
 from decode.native.static_cache import StaticRow
@@ -28,6 +29,7 @@ from decode.pool import Pool
 from decode.sampling import NO_LAW
 from decode.stopping import Stopper
 from decode.types import MAX_DRAFT_TOKENS, Policy, Request
+from kernels.step_state import READING
 
 MOST_ROWS = BATCHES[-1]
 NUM_DRAFTS = [width - 1 for width in WIDTHS if width <= MAX_DRAFT_TOKENS + 1]
@@ -75,6 +77,7 @@ class DeviceEngine:
         self, request: Request, prompt: Sequence[int], stopper: Stopper, noise: Noise
     ) -> DeviceRow:
         """A row whose prompt is being read, all but its last token."""
+        request = replace(request, unsure=self.members.unsure)
         place = self.forward.open()
         place.reserve(len(prompt))
         counted = request.sampling.repetition_penalty != 1

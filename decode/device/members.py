@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from decode.device.parts import DeviceDrafter, DeviceLookup, DeviceModel, DeviceParts
-from decode.pool import Pool
+from decode.device.parts import DeviceLookup, DeviceModel, DeviceParts
 from decode.types import MAX_DRAFT_TOKENS
-from kernels.step import LOOKUP, MODEL
+from kernels.step_state import LOOKUP, MODEL
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,11 @@ class Members:
         guessed = 0 if model is None else max(0, model.max_context - num_tokens + 1)
         return min(max(looked_up, min(guessed, MAX_DRAFT_TOKENS)), limit)
 
+    @property
+    def unsure(self) -> frozenset[str]:
+        """Those that nothing but a lookup drafts for: they may be asked in vain."""
+        return frozenset(name for name, parts in self.parts.items() if parts.model is None)
+
     def source(self, name: str, kind: int) -> str:
         """Who guessed: the member that is nothing but the part that a member used."""
         parts = self.parts[name]
@@ -57,13 +61,3 @@ def _alike(one: DeviceLookup | None, other: DeviceLookup) -> bool:
     """Whether they find the same; how soon it is believed is the composite's affair."""
     settings = ("min_ngram", "max_ngram", "max_offer")
     return one is not None and all(getattr(one, n) == getattr(other, n) for n in settings)
-
-
-def device_parts(pool: Pool) -> tuple[dict[str, DeviceParts], list[str]]:
-    """The parts of the pool's drafters, and the names of those that cannot draft on the device."""
-    found: dict[str, DeviceParts] = {}
-    for name, drafter in pool.drafters.items():
-        parts = drafter.on_device() if isinstance(drafter, DeviceDrafter) else None
-        if parts is not None:
-            found[name] = parts
-    return found, [name for name in pool.drafters if name not in found]

@@ -11,7 +11,7 @@ from torch import Tensor
 from decode.device.parts import DeviceLookup
 from decode.types import Sampling
 from kernels.race import Key
-from kernels.step import Asked
+from kernels.step_state import Asked
 
 LAW = ("temperature", "top_p", "min_p", "repetition_penalty")  # float64; top_k is a whole number
 WHOLE = ("slots", "there", "limits", "lookups", "models", "model_slots", "read", "top_k")

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from decode.device.members import Members
 from decode.device.rows import DeviceRow, QueuedStep, RowStep
-from decode.device.state import DONE, DRAFTED, NANO, READING, START
+from decode.device.state import DONE, DRAFTED, NANO, START
 from decode.types import OFF, StepRecord
-from kernels.step import (
+from kernels.step_state import (
     ACCEPTED,
     BROKEN,
     EMITTED,
@@ -18,13 +18,13 @@ from kernels.step import (
     MODEL,
     NONE,
     NUM_FIELDS,
+    NUM_MOMENTS,
     OPENED,
     READ,
+    READING,
     SOURCE,
 )
-from kernels.step import (
-    DRAFTED as NUM_DRAFTED,
-)
+from kernels.step_state import DRAFTED as NUM_DRAFTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def step_seconds(
     step: QueuedStep, numbers: Sequence[int], results: Sequence[RowResult], ended: int | None
 ) -> tuple[StepSeconds, int]:
     """The step's seconds, and when it ended; `ended`: when the step before did."""
-    moments = numbers[-4:]
+    moments = numbers[-NUM_MOMENTS:]
     start = moments[READING] if step.read_ahead else moments[START]
     waited = 0.0 if ended is None or not step.continues else (start - ended) / NANO
     for row, result in zip(step.rows, results, strict=True):

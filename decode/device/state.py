@@ -7,9 +7,10 @@ from torch import Tensor
 
 from decode.clock import Clock
 from decode.native.static_cache import StaticCache
-from kernels.step import Slots, stamp
+from kernels.step import stamp
+from kernels.step_state import ADVANCED, BEGAN, NUM_MOMENTS, PRESENTED, Slots
 
-START, DRAFTED, DONE, READING = range(4)  # moments of a step; READING: a model reads old tokens
+START, DRAFTED, DONE = BEGAN, PRESENTED, ADVANCED  # moments of a step
 NANO = 1e9
 
 
@@ -29,7 +30,7 @@ class DeviceState:
         self._cache, self._clock, self._vocab_size = cache, clock, vocab_size
         with torch.inference_mode(False):  # so that they can be written in any mode
             self.eos = torch.tensor(list(eos_token_ids), dtype=torch.int32, device=self.device)
-            self.moments = torch.zeros(4, dtype=torch.int64, device=self.device)
+            self.moments = torch.zeros(NUM_MOMENTS, dtype=torch.int64, device=self.device)
             shape = cache.num_rows, cache.capacity
             self.slots = Slots(
                 self._zeros(*shape),
@@ -87,6 +88,16 @@ class DeviceState:
             if counted:
                 ids = s.token_ids[slot, : len(prompt)].long()
                 s.counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+
+    @property
+    def stamped(self) -> Tensor | None:
+        """The moments where kernels note them; None where the host's clock does."""
+        return self.moments if self.moments.is_cuda else None
+
+    def mark_on_host(self, moment: int) -> None:
+        """Note when a step comes to this point, where no kernel does."""
+        if self.stamped is None:
+            self._mark(self.moments, moment)
 
     def mark(self, moment: int) -> None:
         """Note when the device comes to this point of the step."""

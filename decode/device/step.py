@@ -14,7 +14,8 @@ from kernels.coupled import enqueue as race
 from kernels.drafts import keep_found
 from kernels.inputs import Inputs
 from kernels.launching import collected, compile_all
-from kernels.step import MODEL, NUM_FIELDS, Drafting, advance, begin, present
+from kernels.step import advance, begin, present
+from kernels.step_state import MODEL, NUM_FIELDS, NUM_MOMENTS, Drafting
 from kernels.types import Verification
 from kernels.verify import enqueue as verify
 
@@ -43,7 +44,7 @@ class DeviceStep:
         """Records [B * (NUM_FIELDS + K + 1)] int64 row after row, then the step's moments [4]."""
         plan, state, device = self.plan, self.state, self.state.device
         rows, most = plan.shape.num_rows, plan.shape.most_drafts
-        state.mark(START)
+        state.mark_on_host(START)
         drafting = Drafting.new(rows, most, device)
         self._look_up(drafting)
         seen = self._seen()
@@ -52,13 +53,14 @@ class DeviceStep:
             read = state.read[plan.shape.model]
             by_model = ModelDrafting(plan, state, self._model, read, self._vocab_size)
             logits = by_model.run(drafting, seen)
-        state.mark(DRAFTED)
+        state.mark_on_host(DRAFTED)
         step = Step.unwritten(rows, most + 1, device)
-        present(state.slots, plan.asked, drafting, step.token_ids, step.batch)
+        present(state.slots, plan.asked, drafting, step.token_ids, step.batch, state.stamped)
         scored = self._target.compute(step)
         assert scored is not None
         verification, errors = self._verify(scored.view(rows, most + 1, -1), drafting, logits, seen)
-        records = torch.empty(rows, NUM_FIELDS + most + 1, dtype=torch.int64, device=device)
+        size = rows * (NUM_FIELDS + most + 1) + NUM_MOMENTS
+        records = torch.empty(size, dtype=torch.int64, device=device)
         advance(
             state.slots,
             plan.asked,
@@ -69,28 +71,30 @@ class DeviceStep:
             state.eos,
             read,
             records,
+            state.stamped,
         )
-        state.mark(DONE)
-        return torch.cat([records.flatten(), state.moments])
+        state.mark_on_host(DONE)
+        if state.stamped is None:
+            records[-NUM_MOMENTS:] = state.moments
+        return records
 
     def _look_up(self, drafting: Drafting) -> None:
         """Begin, and let each lookup find what follows in the rows that ask it."""
         plan, state, shape = self.plan, self.state, self.plan.shape
         lookups, rows, most = shape.lookups, shape.num_rows, shape.most_drafts
         wanted = torch.empty(len(lookups), rows, dtype=torch.int32, device=state.device)
-        begin(state.slots, plan.asked, drafting, wanted, plan.race_words)
+        begin(state.slots, plan.asked, drafting, wanted, plan.race_words, state.stamped)
         if not lookups:
             return
         from kernels.lookup import look_up
 
         found = torch.empty(len(lookups), rows, most, dtype=torch.int32, device=state.device)
         num_found = torch.empty_like(wanted)
-        slots = plan.asked.slots.int()
         for number, lookup in enumerate(lookups):
             look_up(
                 state.slots.token_ids,
                 state.slots.lengths,
-                slots,
+                plan.asked.slots,
                 wanted[number],
                 lookup.min_ngram,
                 lookup.max_ngram,

@@ -21,7 +21,7 @@ class Captured:
     graph: Any
     output: Any
     seconds: float  # first run, with whatever had to be compiled, and capture
-    num_bytes: int  # that the process has taken from the device for it
+    num_bytes: int  # by which the memory that graphs share has grown for it
 
 
 class Graphs:
@@ -51,14 +51,20 @@ class Graphs:
         return self._captured.get(key)
 
     def clear(self) -> None:
-        """Forget them all: what they read has moved."""
-        if self._captured:
-            torch.cuda.synchronize(self._device)  # one may be under way
+        """Forget them all: what they read has moved. The device gets their memory back."""
+        if not self._captured:
+            return
+        torch.cuda.synchronize(self._device)  # one may be under way
         self._captured.clear()
         self._pool = None
+        torch.cuda.empty_cache()  # nobody else may use what a graph has had
 
     def report(self) -> dict[str, Any]:
-        """How many there are, and what each took: seconds and bytes."""
+        """How many there are, and what each took: seconds, and bytes that no graph before it held.
+
+        The bytes are of intermediate results and outputs, which graphs share; their launches lie in
+        memory of the driver, which tells nobody.
+        """
         each = {
             str(key): {"seconds": one.seconds, "bytes": one.num_bytes}
             for key, one in self._captured.items()
@@ -71,7 +77,7 @@ class Graphs:
         }
 
     def _capture(self, compute: Callable[[], Any], changes: Sequence[Tensor]) -> Captured:
-        start, held = time.perf_counter(), torch.cuda.memory_reserved(self._device)
+        start = time.perf_counter()
         before = [tensor.clone() for tensor in changes]
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -84,8 +90,11 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        # A capture begins with this too: what was cached must not be set off against what it takes.
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_reserved(self._device)
         with torch.cuda.graph(graph, pool=self._pool):
             output = compute()
         seconds = time.perf_counter() - start
         taken = torch.cuda.memory_reserved(self._device) - held
-        return Captured(graph, output, seconds, taken)
+        return Captured(graph, output, seconds, max(taken, 0))

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  as everywhere
 from torch import Tensor, nn
 
+from decode.targets.moving import side_by_side
+
 # Rows that oneDNN lays a weight out for; 2 and 16 are as fast. What it makes for 1 row costs two
 # rows 1.7 times as much in float32.
 ROWS_HINT = 8
@@ -46,9 +48,10 @@ class Stacked:
 
     def __init__(self, modules: Sequence[nn.Linear]) -> None:
         self.bias = stacked_bias(modules)
-        self.weight = modules[0].weight.detach()
-        if len(modules) > 1:
-            self.weight = torch.cat([module.weight.detach() for module in modules])
+        weights = [module.weight.detach() for module in modules]
+        joined = weights[0] if len(weights) == 1 else side_by_side(weights)
+        self.weight = torch.cat(weights) if joined is None else joined
+        if joined is None:
             _give(modules, self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:

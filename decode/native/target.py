@@ -18,6 +18,7 @@ from decode.native.static_cache import StaticRow
 from decode.native.weights import take_weights
 from decode.targets.choices import EXACTNESS
 from decode.targets.loading import load_causal_lm, load_tokenizer
+from decode.targets.moving import moved
 from decode.targets.transformers import eos_token_ids
 from decode.types import TargetSession
 
@@ -82,7 +83,7 @@ class NativeTarget:
     ) -> "NativeTarget":
         """Load a folder or Hub name; float32 on the CPU unless told otherwise."""
         name = str(name_or_path)
-        model = load_causal_lm(name, dtype or torch.float32).to(device or "cpu")
+        model = moved(load_causal_lm(name, dtype or torch.float32), device or "cpu")
         return cls(model, load_tokenizer(name), name, take=True, exactness=exactness)
 
     @property

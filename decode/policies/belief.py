@@ -5,9 +5,13 @@ sigmoid(z + offset(i)) is the chance that depth i is accepted given that the dep
 unknown z per drafter therefore prices every k. A step that accepted a of n drafted tokens has
 likelihood prod_{i<=a} h(i), times (1 - h(a + 1)) exactly when a < n: the rejection is evidence, and
 past n nothing was seen.
+
+Whether a drafter proposes at all is known beforehand, but for those of Request.unsure: lookups
+on the device match or do not. Their arms emit 1 + m (E - 1) tokens, where E are those of a draft
+and m is the chance of one: the mean of a Beta law over asked and answered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,6 +24,8 @@ Floats = NDArray[np.float64]
 GRID: Floats = np.linspace(-6.0, 6.0, 49)  # logits of acceptance at depth 1, a quarter apart
 WIDE_MEAN, WIDE_SD = 0.0, 1.7  # nearly uniform in the chance itself: where nothing is known
 NARROWEST_SD = 0.2  # below the grid's step a normal would fall between its points
+MATCH_CHANCE = 0.5  # of a lookup of which nothing is known
+MATCH_WEIGHT = 2.0  # times it was asked that this, or what a prior says, is worth
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,37 @@ def normal_on_grid(mean: float, sd: float) -> Floats:
     return density / density.sum()
 
 
+class Matches:
+    """How often each drafter proposes something when it is asked, by index into `drafters`."""
+
+    def __init__(
+        self, drafters: Sequence[str], prior: Prior | None, unsure: Collection[str]
+    ) -> None:
+        known = {} if prior is None else prior.match_chance
+        chances = [_chance(known.get(name, MATCH_CHANCE)) for name in drafters]
+        self._unsure = np.array([name in unsure for name in drafters], dtype=bool)
+        self._prior: Floats = MATCH_WEIGHT * np.array([chances, [1 - c for c in chances]])
+        self._counts = self._prior.copy()  # [2, N]: answered, not answered
+
+    @property
+    def chance(self) -> Floats:  # [N]
+        """Mean chance of a draft; 1 for a drafter whose offers can be relied on."""
+        return np.where(self._unsure, self._counts[0] / self._counts.sum(axis=0), 1.0)
+
+    def observe(self, index: int, matched: bool) -> None:
+        """Take in whether a drafter that was asked has proposed anything."""
+        self._counts[0 if matched else 1, index] += 1
+
+    def drift(self, hazard: float) -> None:
+        """One step passes."""
+        self._counts += hazard * (self._prior - self._counts)
+
+
+def _chance(value: float) -> float:
+    """A chance of neither 0 nor 1, so that it can be unlearnt; of what is no number, ignorance."""
+    return min(max(float(value), 0.02), 0.98) if np.isfinite(value) else MATCH_CHANCE
+
+
 class Belief:
     """The posterior of every drafter in one row, by index into `drafters`."""
 
@@ -67,6 +104,7 @@ class Belief:
         self,
         drafters: Sequence[str],
         prior: Prior | None,
+        unsure: Collection[str] = (),
         *,
         population_share: float,
         population_spread: float,
@@ -86,10 +124,16 @@ class Belief:
         self.population: Floats = np.array(population)  # [N, G]
         self.tables = tables
         self.token_tables: Floats = np.array([table.tokens for table in tables])  # [N, G, D + 1]
+        self.matches = Matches(drafters, prior, unsure) if unsure else None
 
     def expected_tokens(self) -> Floats:  # [N, D + 1]
-        """Tokens that a step of each drafter emits on average, by number of tokens drafted."""
-        return np.matmul(self.posterior[:, None, :], self.token_tables)[:, 0]
+        """Tokens that a step of each drafter emits on average, by number of tokens asked for."""
+        drafted = np.matmul(self.posterior[:, None, :], self.token_tables)[:, 0]
+        return self._if_matched(drafted, slice(None))
+
+    def tokens_of(self, index: int) -> Floats:  # [G, D + 1]
+        """The same of one drafter, were each logit of the grid the truth."""
+        return self._if_matched(self.token_tables[index], slice(index, index + 1))
 
     def sampled_tokens(self, generator: np.random.Generator, spread: float) -> Floats:  # [N, D + 1]
         """The same, were one logit drawn from each posterior the truth; `spread` below 1 draws
@@ -102,14 +146,20 @@ class Belief:
             .sum(axis=1)
             .clip(0, len(GRID) - 1)
         )
-        return self.token_tables[np.arange(len(law)), index]
+        return self._if_matched(self.token_tables[np.arange(len(law)), index], slice(None))
+
+    def _if_matched(self, drafted: Floats, drafters: slice) -> Floats:  # [n, D + 1]
+        """Tokens of a step that may draft nothing, from those of one that drafts."""
+        if self.matches is None:
+            return drafted
+        return 1 + self.matches.chance[drafters, None] * (drafted - 1)
 
     def acceptance(self) -> Floats:  # [N]
         """Mean chance that a first drafted token is accepted."""
         return self.posterior @ (1 / (1 + np.exp(-GRID)))
 
     def observe(self, index: int, num_accepted: int, num_drafted: int) -> None:
-        """Take in one proposal of a drafter; no proposal (0 drafted) says nothing."""
+        """Take in one proposal of a drafter; no proposal (0 drafted) says nothing of acceptance."""
         table, seen = self.tables[index], min(num_drafted, MAX_DRAFT_TOKENS)
         accepted = min(num_accepted, seen)
         log_likelihood = table.log_accept[:, :accepted].sum(axis=1)
@@ -128,6 +178,8 @@ class Belief:
         again.
         """
         self.posterior = (1 - self.hazard) * self.posterior + self.hazard * self.population
+        if self.matches is not None:
+            self.matches.drift(self.hazard)
 
 
 def _prior_of(

@@ -96,6 +96,7 @@ class PosteriorSession:
         self.belief = Belief(
             self.prices.drafters,
             request.prior,
+            request.unsure,
             population_share=config.population_share,
             population_spread=config.population_spread,
             hazard=config.hazard,
@@ -105,6 +106,7 @@ class PosteriorSession:
             self.prices,
             rate_memory=config.rate_memory,
             cost_memory=config.cost_memory,
+            unsure=request.unsure,
         )
         self.pricing.start(self.belief.expected_tokens(), policy.lengths)
         self.steps_off = 0
@@ -144,6 +146,9 @@ class PosteriorSession:
             index = self.prices.index.get(name)
             if index is not None:
                 self.belief.observe(index, record.num_accepted, record.num_drafted)
+        asked = self.prices.index.get(record.drafter)
+        if self.belief.matches is not None and asked is not None and record.num_draft_tokens:
+            self.belief.matches.observe(asked, record.num_drafted > 0)
         self.belief.drift()
         self._count_pause(record)
 
@@ -174,9 +179,8 @@ class PosteriorSession:
             best = best_arm(scores, own)
             if best is None or best[1] >= incumbent:
                 continue
-            values = (self.belief.token_tables[index][:, depths] - prices[index, depths]).max(
-                axis=1
-            )
+            tokens = self.belief.tokens_of(index)[:, depths]
+            values = (tokens - prices[index, depths]).max(axis=1)
             gain = float(self.belief.posterior[index] @ np.maximum(values - incumbent, 0)) * horizon
             loss = incumbent - best[1] + float(unpaid[index])
             if gain - loss > most:

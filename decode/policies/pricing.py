@@ -8,7 +8,7 @@ Everything is a function of the profile and of past records.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -81,8 +81,18 @@ def _say_unpriced(pool: tuple[str, ...], drafter: str) -> None:
 class Pricing:
     """One row's lambda, corrections of the profile, and dropped drafters."""
 
-    def __init__(self, prices: PriceList, *, rate_memory: float, cost_memory: float) -> None:
+    def __init__(
+        self,
+        prices: PriceList,
+        *,
+        rate_memory: float,
+        cost_memory: float,
+        unsure: Collection[str] = (),
+    ) -> None:
         self.prices = prices
+        self.unsure = frozenset(
+            unsure
+        )  # drafters whose steps cost as much where they draft nothing
         self.rate_memory = rate_memory  # weight of one step in lambda
         self.cost_memory = (
             cost_memory  # weight of one step in the corrections; 0 trusts the profile
@@ -139,20 +149,26 @@ class Pricing:
         """Take in a step's tokens and seconds; a drafter whose seconds are not a number is
         dropped.
         """
-        index = self.prices.index.get(record.drafter)
-        expected_target = float(self.prices.target[min(record.num_drafted, MAX_DRAFT_TOKENS)])
+        index, depth = self.prices.index.get(record.drafter), self._depth(record)
+        expected_target = float(self.prices.target[depth])
         target = self._finite(
             record.verify_seconds + record.host_seconds, expected_target * self.target_scale
         )
         self.target_scale = self._correct(self.target_scale, target, expected_target)
         draft = 0.0
-        if index is not None and record.num_drafted:
+        if index is not None and depth:
             draft = self._observe_draft(index, record)
         self.tokens += self.rate_memory * (record.num_emitted - self.tokens)
         self.spent += self.rate_memory * (target + draft - self.spent)
 
+    def _depth(self, record: StepRecord) -> int:
+        """The drafted tokens by which a step is priced."""
+        looked_up = record.drafter in self.unsure and not record.num_drafted
+        depth = record.num_draft_tokens if looked_up else record.num_drafted
+        return min(depth, MAX_DRAFT_TOKENS)
+
     def _observe_draft(self, index: int, record: StepRecord) -> float:
-        expected = float(self.prices.draft[index, min(record.num_drafted, MAX_DRAFT_TOKENS)])
+        expected = float(self.prices.draft[index, self._depth(record)])
         caught_up = record.position - self.read[index] <= MAX_DRAFT_TOKENS + 1
         for reader in (index, self.prices.index.get(record.source, index)):
             self.read[reader] = record.position  # a part of a composite shares what it has read

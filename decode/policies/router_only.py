@@ -42,6 +42,7 @@ class RouterOnlyPolicy:
         belief = Belief(
             self.prices.drafters,
             request.prior,
+            request.unsure,
             population_share=0.0,
             population_spread=1.0,
             hazard=0.0,

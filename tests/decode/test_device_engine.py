@@ -322,6 +322,26 @@ def test_the_host_queues_a_step_before_it_reads_the_one_before(target: NativeTar
     assert policy.records == result.records[0]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_only_on_the_device_a_lookup_may_be_asked_in_vain(
+    target: NativeTarget, waits: bool
+) -> None:
+    """There it is known too late whether it matches, and the record says that it did not."""
+    requests: list[Request] = []
+
+    class Noting(Arms):
+        def open(self, request: Request) -> PolicySession:
+            requests.append(request)
+            return super().open(request)
+
+    policy = Noting(("ngram", 2))
+    generate(target, pool("ngram", "lm", "both"), policy, [3, 9, 27], 4, waits=waits)
+    assert [request.unsure for request in requests] == [set() if waits else {"ngram"}]
+    missed = [r for r in policy.records if r.drafter == "ngram" and not r.num_drafted]
+    assert bool(missed) != waits
+    assert all(record.num_draft_tokens > 0 for record in missed)
+
+
 class Tokens:
     """Token i reads as one letter."""
 

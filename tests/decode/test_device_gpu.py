@@ -22,6 +22,8 @@ import kernels.coupled_reference
 import kernels.laws
 import kernels.reference
 from decode import Sampling, SpeculativeDecoder
+from decode.clock import SystemClock
+from decode.cost_measurement import quick_costs
 from decode.device.engine import DeviceEngine
 from decode.native.target import NativeTarget
 from decode.types import OFF
@@ -46,8 +48,12 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 NAMES = ("ngram", "lm", "both", "other", "few")
 
 
-def make_target(exactness: str = "law") -> NativeTarget:
-    model = build("Llama", dtype=torch.bfloat16, num_hidden_layers=1, **HEADS).to("cuda")
+ENDLESS = {"eos_token_id": None, "pad_token_id": None}  # texts that their budget alone ends
+
+
+def make_target(exactness: str = "law", **changes: Any) -> NativeTarget:
+    shape = {"num_hidden_layers": 1, **HEADS, **changes}
+    model = build("Llama", dtype=torch.bfloat16, **shape).to("cuda")
     return NativeTarget(model, None, "m", exactness=exactness, kernels=True)
 
 
@@ -73,7 +79,8 @@ def never_waits() -> Iterator[Callable[[], None]]:
 
 def warm_decoder(law: Sampling, coupling: str, prompts: list[list[int]], size: int) -> Any:
     """A decoder that has captured what these texts need."""
-    decoder = SpeculativeDecoder(make_target(), pool(*NAMES), Arms(*ARMS), coupling=coupling)
+    target = make_target(**ENDLESS)
+    decoder = SpeculativeDecoder(target, pool(*NAMES), Arms(*ARMS), coupling=coupling)
     assert isinstance(decoder._runner(), DeviceEngine)
     for _ in range(2):  # caches grow in the first, which forgets what was captured
         decoder.generate(prompts, size, law)
@@ -110,6 +117,33 @@ def test_a_step_is_one_copy_each_way() -> None:
     assert copies["DtoH"] <= steps
     # One a step, and two of the request; drafters that read ahead have their own.
     assert copies["HtoD"] <= steps + 2 + 2 * len(NAMES)
+
+
+def test_captured_steps_say_what_they_hold() -> None:
+    decoder = warm_decoder(Sampling(), "rejection", [ids(5)], 60)
+    engine = decoder._runner()
+    assert isinstance(engine, DeviceEngine)
+    junk = torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
+    del junk  # cached by the allocator, which the next capture gives back
+    decoder.generate([ids(5)], 60, Sampling(temperature=1.0))
+    told = engine.steps.graphs.report()
+    assert told["count"] > 2
+    assert all(one["bytes"] >= 0 for one in told["graphs"].values())
+    assert 0 < told["bytes"] < torch.cuda.memory_reserved()
+    engine.steps.graphs.clear()
+    assert engine.steps.graphs.report()["bytes"] == 0
+
+
+def test_costs_are_measured_in_captured_steps() -> None:
+    target, drafters = make_target("bitwise"), pool(*NAMES)
+    costs = quick_costs(target, drafters, SystemClock())
+    seconds = [costs.step_seconds(name, k) for name in NAMES for k in (1, 4)]
+    assert all(0 < one < 0.1 for one in [*seconds, costs.plain_seconds])
+    assert costs.sampled_verify_seconds == {}
+    assert all(costs.catch_up_seconds(name, 64) > 0 for name in ("lm", "other", "few", "both"))
+    found = SpeculativeDecoder(target, drafters).generate(ids(5), 60).token_ids
+    if target.width_dependence is None:
+        assert found == generate(target, {}, None, ids(5), 60).token_ids
 
 
 @pytest.mark.usefixtures("no_reference")

@@ -1,9 +1,11 @@
 """Bugs these tests would catch: a rejection that teaches nothing; a draft cut short counted as a
 rejection; an arm chosen that nobody offered; a draft priced longer than the offer; a NaN cost or
 time that poisons every score; a belief that never follows a change of text; a router's prior that
-is ignored, or one that cannot be unlearnt; OFF that never comes or never ends; K that ignores
-costs; what a composite's part did held against the composite alone; a trial that takes its reading
-of the text for free; choices that depend on a clock or on another row; slow choices.
+is ignored, or one that cannot be unlearnt; a lookup that is asked in vain, priced as if it always
+matched, or one whose offers are exact and which is doubted all the same; OFF that never comes or
+never ends; K that ignores costs; what a composite's part did held against the composite alone; a
+trial that takes its reading of the text for free; choices that depend on a clock or on another
+row; slow choices.
 
 The simulated worlds are seeded, so the figures below are fixed; margins say what would still be
 acceptable.
@@ -448,6 +450,92 @@ def test_what_a_composites_part_drafts_is_learned_of_the_part_too() -> None:
     assert after[0] == pytest.approx(before[0], abs=0.01)  # but for the hazard
     assert (after[1:] < before[1:] - 0.1).all()
     assert row.pricing.catch_up(20).tolist() == [0.0, 0.0, 0.0]  # one state, so both have read
+
+
+@pytest.mark.parametrize("name", ["posterior", "thompson"])
+def test_exact_offers_leave_no_doubt(name: str) -> None:
+    """In decode.loop a lookup that finds nothing offers nothing. Whatever a drafter proposes, even
+    nothing, says nothing there of how often it will.
+    """
+    config, choices = EVERY_POLICY[name], []
+    for known in (prior(ngram=0.5), replace(prior(ngram=0.5), match_chance={"ngram": 0.1})):
+        session = config.build(costs(), DRAFTERS, 0).open(request(prior=known))
+        for step in range(40):
+            choices.append(session.choose({"ngram": 16 * (step % 3 > 0), "small": 16}))
+            drafted = choices[-1].num_draft_tokens * (step % 4 > 0)
+            session.learn(record(step, choices[-1], drafted // 2, drafted))
+    assert choices[:40] == choices[40:]
+    assert any(choice.drafter == "ngram" for choice in choices[20:])
+
+
+def test_a_lookup_that_is_asked_in_vain_is_priced_so() -> None:
+    """It matches in a quarter of the steps, and then all of it is accepted; the model drafts three
+    in four right. E[tokens] of the lookup's arm is 1 + K / 4.
+    """
+    table = costs(small=0.05)
+    chosen: dict[bool, list[str]] = {}
+    for told in (True, False):
+        unsure = frozenset({"ngram"} if told else ())
+        session = POSTERIOR.build(table, DRAFTERS, 0).open(replace(request(), unsure=unsure))
+        chosen[told] = []
+        for step in range(150):
+            choice = session.choose({"ngram": 5, "small": 5})
+            k = choice.num_draft_tokens
+            if choice.drafter == "ngram":
+                drafted = accepted = k if step % 4 == 0 else 0
+            else:
+                drafted, accepted = k, 3 * k // 4
+            session.learn(
+                record(step, choice, accepted, drafted, draft_seconds=table.draft("small", k))
+            )
+            chosen[told].append(choice.drafter)
+        assert isinstance(session, PosteriorSession)
+        if not told:
+            continue
+        index = session.prices.index["ngram"]
+        found = session.belief.expected_tokens()[index, 5]
+        sure = session.belief.posterior[index] @ session.belief.token_tables[index][:, 5]
+        assert found < 1 + 0.6 * (sure - 1)
+    assert chosen[True][50:].count("ngram") < 10
+    assert chosen[False][50:].count("ngram") > 90
+
+
+def test_the_chance_of_a_match_is_learned_and_forgotten() -> None:
+    settings = {"population_share": 0.0, "population_spread": 1.0, "likelihood_power": 1.0}
+    known = replace(prior(ngram=1.0, small=1.0), match_chance={"ngram": 0.8, "small": 0.1})
+    belief = Belief(DRAFTERS, known, {"ngram", "large"}, hazard=0.1, **settings)
+    assert belief.matches is not None
+    assert belief.matches.chance == pytest.approx([0.8, 1.0, 0.5])  # `small` is known to draft
+    before = belief.expected_tokens()
+    assert before[:, 0] == pytest.approx(1.0)
+    assert before[0, 3] == pytest.approx(1 + 0.8 * (before[1, 3] - 1))
+    assert belief.posterior[0] @ belief.tokens_of(0)[:, 3] == pytest.approx(before[0, 3])
+    for matched in (False, False, True):
+        belief.matches.observe(0, matched)
+    assert belief.matches.chance[0] == pytest.approx((0.8 * 2 + 1) / 5)
+    for _ in range(200):
+        belief.drift()
+    assert belief.matches.chance[0] == pytest.approx(0.8)
+    for impossible in (0.0, 1.0, math.nan):
+        known = replace(known, match_chance={"ngram": impossible})
+        matches = Belief(DRAFTERS, known, {"ngram"}, hazard=0.0, **settings).matches
+        assert matches is not None
+        assert 0 < matches.chance[0] < 1
+
+
+def test_a_step_that_looked_up_in_vain_costs_what_it_was_priced_at() -> None:
+    """It was as wide as one with drafts, so that its seconds say nothing of the profile."""
+    table = costs(verify=0.1)
+    session = POSTERIOR.build(table, DRAFTERS, 0).open(
+        replace(request(), unsure=frozenset({"ngram"}))
+    )
+    assert isinstance(session, PosteriorSession)
+    choice = Choice("ngram", 16, "data")
+    seconds = {"verify_seconds": table.verify(17), "draft_seconds": table.draft("ngram", 16)}
+    for step in range(30):
+        session.learn(record(step, choice, 0, 0, **seconds))
+    assert session.pricing.target_scale == pytest.approx(1.0)
+    assert session.pricing.spent == pytest.approx(sum(seconds.values()) + 0.02, rel=0.3)
 
 
 def test_a_trial_pays_for_all_that_it_must_read() -> None:

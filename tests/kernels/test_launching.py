@@ -2,18 +2,15 @@
 of rows or tokens, and so could round otherwise; a launch that is made although it should only be
 noted; two launches of one kind compiled twice; code that spills where there is no room for it.
 
-The compiler needs no GPU to translate for one: a process of its own, in which Triton is not the
-interpreter, is told that its device is of compute capability 9.0.
+The compiler needs no GPU to translate for one: see translated.py.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from translated import told_by
 
 from kernels.launching import collected, compile_all
 from kernels.norm import embed_norm
@@ -21,17 +18,6 @@ from kernels.product import product_parts
 
 PROGRAM = r"""
 import json, sys
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-class Device:  # what the compiler asks of a device
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=None): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-
-driver.set_active(Device())
 import kernels.overlap
 from kernels.decode_attention import decode_attention
 from kernels.greedy import take_greedy
@@ -82,18 +68,7 @@ print(json.dumps({
 
 @pytest.mark.parametrize("overlap", ["off", "prefetch"])
 def test_everything_compiles_for_a_gpu_once_for_all_widths(overlap: str, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, overlap],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    told = json.loads(ran.stdout.splitlines()[-1])
+    told = json.loads(told_by(PROGRAM, tmp_path, overlap))
     assert told["launches"] == 10
     assert told["numbers"] == [10, 10, 10]  # fifteen tokens take what one takes
     assert told["wide"] == 4  # three products and attention: 16 bytes a copy

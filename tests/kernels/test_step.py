@@ -7,18 +7,17 @@ the interpreter accepts.
 Numbers are small and whole, so everything is compared exactly.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from translated import told_by
 
 from kernels.drafts import catch_up, keep_found, take
 from kernels.heads import Batch
-from kernels.step import (
+from kernels.step import advance, begin, present
+from kernels.step_state import (
     ACCEPTED,
     BROKEN,
     DRAFTED,
@@ -36,9 +35,6 @@ from kernels.step import (
     Asked,
     Drafting,
     Slots,
-    advance,
-    begin,
-    present,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -267,19 +263,10 @@ def test_a_row_without_a_law_ends_with_nothing() -> None:
 
 
 PROGRAM = r"""
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-class Device:  # what the compiler asks of a device
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=None): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-
-driver.set_active(Device())
 import kernels.drafts as drafts
+import kernels.overlap as overlap
 import kernels.step as step
+from kernels.step_state import NUM_FIELDS
 from kernels.heads import Batch
 from kernels.launching import collected, compile_all
 
@@ -288,40 +275,34 @@ cpu = torch.device("cpu")
 def ints(*shape): return torch.zeros(shape, dtype=torch.int32)
 def longs(*shape): return torch.zeros(shape, dtype=torch.int64)
 
-def launches(rows, most, width, counts, seen, ids, read):
+def launches(rows, most, width, counts, seen, ids, read, moments):
     with collected() as found:
         tokens = ints(8, 128), ints(8), ints(8), ints(8), longs(2, 8)
         slots, asked = step.Slots(*tokens, counts), step.Asked(*(longs(rows) for _ in range(7)))
         drafting = step.Drafting.new(rows, most, cpu)
         place = Batch(ints(rows), ints(rows), ints(rows), width)
-        step.begin(slots, asked, drafting, ints(2, rows), longs(rows, 3))
+        step.begin(slots, asked, drafting, ints(2, rows), longs(rows, 3), moments)
         drafts.keep_found(asked, drafting, ints(2, rows, most), ints(2, rows))
         drafts.catch_up(slots, asked, drafting, ints(8), ints(rows), ints(rows * width), place,
                         longs(rows), ints(3, 4), 3, 700)
         drafts.take(slots, asked, drafting, 1, ints(rows), longs(rows, 1), ints(rows), ids,
                     ints(rows), place, seen)
-        step.present(slots, asked, drafting, ints(rows * most + rows), place)
+        step.present(slots, asked, drafting, ints(rows * most + rows), place, moments)
         step.advance(slots, asked, drafting, longs(rows, most + 1), longs(rows), ints(rows),
-                     ints(2), read, longs(rows, step.NUM_FIELDS + most + 1))
+                     ints(2), read, longs(rows * (NUM_FIELDS + most + 1) + 4), moments)
         step.stamp(longs(4), 1)
     return found
 
-few = launches(1, 1, 2, None, None, None, None)
-more = launches(3, 4, 8, ints(8, 99), ints(3, 99), longs(20), ints(8))
-assert len(few) == len(more) == 7
-assert compile_all(few + more, cpu, 2) >= 7
+few = launches(1, 1, 2, None, None, None, None, longs(4))
+more = launches(3, 4, 8, ints(8, 99), ints(3, 99), longs(20), ints(8), None)
+overlap.options = lambda device: {"OVERLAP": 1, "launch_pdl": True}
+step.options = drafts.options = overlap.options
+last = launches(3, 4, 8, ints(8, 99), ints(3, 99), longs(20), ints(8), longs(4))
+assert len(few) == len(more) == len(last) == 7
+assert sum("launch_pdl" in one.options and one.options["launch_pdl"] for one in last) == 6
+assert compile_all(few + more + last, cpu, 2) >= 13
 """
 
 
 def test_everything_compiles_for_a_gpu(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    told_by(PROGRAM, tmp_path)

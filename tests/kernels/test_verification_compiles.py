@@ -2,30 +2,19 @@
 batch; logits that are not read 16 bytes at a time (8 by launch 2); a kernel that does not wait for
 the one in front of it; the last program of a row told apart without an atomic.
 
-The compiler needs no GPU: see test_launching.py.
+The compiler needs no GPU: see translated.py.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from translated import told_by
 
 PROGRAM = r"""
 import json, sys
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-class Device:  # what the compiler asks of a device
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=None): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-
-driver.set_active(Device())
 import kernels.overlap
-from kernels.coupled import couple_words
+from kernels.coupled import enqueue as race
+from kernels.inputs import Inputs
 from kernels.launching import collected, compile_all
 from kernels.verify import Uses, verify
 
@@ -48,6 +37,10 @@ def call(batch):
         "check": False,
     }
 
+def drawn(batch):  # at a temperature alone
+    given = {name: value for name, value in call(batch).items() if name != "check"}
+    return given | dict.fromkeys(("top_k", "top_p", "min_p", "repetition_penalty"))
+
 def launches(batch):
     drafter = {
         "draft_logits": torch.empty(batch, K, V, dtype=torch.bfloat16),
@@ -57,7 +50,7 @@ def launches(batch):
     with collected() as found:
         verify(**call(batch), **drafter, uses=PLAIN)
         verify(**call(batch), **drafter)
-        couple_words(**call(batch), words=words, uses=PLAIN)
+        race(Inputs.of_target(**drawn(batch)), words)
     return found
 
 few, more, cpu = launches(3), launches(64), torch.device("cpu")
@@ -82,18 +75,7 @@ RACE = ["race_kernel", "finish_kernel"]
 
 
 def test_verification_compiles_for_a_gpu_once_for_all_batches(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    told = json.loads(ran.stdout.splitlines()[-1])
+    told = json.loads(told_by(PROGRAM, tmp_path))
     assert told["launches"] == [*PLAIN, *CUT, *RACE]
     assert told["numbers"] == [8, 8]
     assert told["atomic"] == ["resolve_kernel"]

@@ -8,6 +8,7 @@ Times are a GPU's affair: on a CPU everything runs in Triton's interpreter and n
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -58,12 +59,12 @@ def test_a_product_that_depends_on_the_rows_is_found(
 ) -> None:
     whole = kernel_forward.product_parts
 
-    def planted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def planted(x: torch.Tensor, weight: torch.Tensor, **rest: Any) -> torch.Tensor:
         if len(x) < 2:
-            return whole(x, weight)
+            return whole(x, weight, **rest)
         left = x.clone()
         left[:, x.shape[1] // 2 :] = 0
-        return whole(left, weight) + whole(x - left, weight)
+        return whole(left, weight, **rest) + whole(x - left, weight, **rest)
 
     monkeypatch.setattr(kernel_forward, "product_parts", planted)
     engine = Engine(str(folder), "float32", "cpu", "law")

@@ -2,7 +2,7 @@
 should be summed; a normaliser that one process counts alone; moments or shares lost in a
 checkpoint; a second writer; workers that outlive their parent; an error that only a worker's own
 screen shows, or none at all; draws that follow the process instead of the step; the unmeasured
-share of a drafter saved as the drafter.
+share of a drafter saved as the drafter; members of a portfolio that two processes train, or none.
 
 Tolerances: 2 processes against 1 within 1e-5 on losses and weights, since sums come in another
 order; killed and resumed against undisturbed, none (bit for bit), on equally many processes.
@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_portfolio import pool, portfolio
 from test_train_drafter import (
     VIRTUAL,
     World,
@@ -34,6 +35,7 @@ from test_train_drafter import (
 )
 from workspace import tiny_config, workspace
 
+from pipeline.build import portfolio_members
 from pipeline.launch import WorkerError, launch
 from pipeline.runtime import Runtime
 
@@ -232,3 +234,30 @@ def test_two_gpus_train_as_one(world: World, tmp_path: Path, sharding: str) -> N
     train_with(two, ON_POLICY, world, tmp_path / "two")
     for left, right in zip(history(tmp_path / "one"), history(tmp_path / "two"), strict=True):
         assert left.get("loss") == pytest.approx(right.get("loss"), abs=1e-4)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_processes_that_each_train_a_member_end_as_one_process(
+    world: World,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Bit for bit, since no sum is shared: two rounds of two members, a thread for each process."""
+    ended = {}
+    for size in (1, 2):
+        runtime = replace(VIRTUAL, num_processes=size, threads=1)
+        groups = {"target": tiny_config(world.target), "members": portfolio_members(pool())}
+        inputs = {"answers": world.answers, "prompts": world.prompts}
+        out = tmp_path / str(size)
+        ended[size] = portfolio().run(workspace(groups, inputs, out, runtime=runtime))
+    assert ended[1] == ended[2]
+    for name in ("left", "right"):
+        assert same_weights(tmp_path / "1" / name, tmp_path / "2" / name)
+        curves = ("loss", "acceptance_length")
+        one, two = (
+            [{c: line.get(c) for c in curves} for line in history(tmp_path / size / name)]
+            for size in "12"
+        )
+        assert one == two
+    assert {path.name for path in (tmp_path / "1").iterdir()} == {
+        path.name for path in (tmp_path / "2").iterdir()
+    }
