@@ -70,6 +70,22 @@ def row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS: tl.con
 
 
 @triton.jit
+def rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V):
+    """top-k (0: off), top-p (1: off) and min-p (0: off) of row b."""
+    top_k = tl.full((), 0, tl.int64)
+    top_p = tl.full((), 1.0, tl.float64)
+    min_p = tl.full((), 0.0, tl.float64)
+    if top_k_ptr is not None:
+        top_k = tl.load(top_k_ptr + b).to(tl.int64)
+        top_k = tl.where((top_k > 0) & (top_k < V), top_k, 0)
+    if top_p_ptr is not None:
+        top_p = tl.load(top_p_ptr + b).to(tl.float64)
+    if min_p_ptr is not None:
+        min_p = tl.load(min_p_ptr + b).to(tl.float64)
+    return top_k, top_p, min_p
+
+
+@triton.jit
 def penalise(x, seen, penalty):
     """Seen logits divided by the penalty where positive, else multiplied; IEEE float32.
 

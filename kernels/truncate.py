@@ -31,7 +31,16 @@ from torch import Tensor
 
 from kernels.launching import launch
 from kernels.overlap import follow, options
-from kernels.rows import Call, Rules, key_value, order_key, row_logits, row_peak, row_position
+from kernels.rows import (
+    Call,
+    Rules,
+    key_value,
+    order_key,
+    row_logits,
+    row_peak,
+    row_position,
+    rules_of,
+)
 from kernels.stats import GROUP, Statistics
 from kernels.weights import LOWEST, lowest_of, powers_of, weights
 
@@ -56,22 +65,6 @@ class Cut:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.thresholds, self.masses, self.counts, self.logits, self.ids
-
-
-@triton.jit
-def rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V):
-    """top-k (0: off), top-p (1: off) and min-p (0: off) of row b."""
-    top_k = tl.full((), 0, tl.int64)
-    top_p = tl.full((), 1.0, tl.float64)
-    min_p = tl.full((), 0.0, tl.float64)
-    if top_k_ptr is not None:
-        top_k = tl.load(top_k_ptr + b).to(tl.int64)
-        top_k = tl.where((top_k > 0) & (top_k < V), top_k, 0)
-    if top_p_ptr is not None:
-        top_p = tl.load(top_p_ptr + b).to(tl.float64)
-    if min_p_ptr is not None:
-        min_p = tl.load(min_p_ptr + b).to(tl.float64)
-    return top_k, top_p, min_p
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from kernels.truncate import truncate
 from kernels.types import Verification
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK, WARPS = 8192, 8  # launch 1: tokens of a split, at most, and the warps that share them
+BLOCK, WARPS = 8192, 4  # launch 1: tokens of a split, at most, and the warps that share them
 TILE, TILE_WARPS, TILE_REGISTERS = 1024, 8, 80  # launch 2; registers of a thread at most
 PROGRAMS = 384  # of launch 2, where there are tiles for them: as many as are under way at once
 
