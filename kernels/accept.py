@@ -9,6 +9,7 @@ for one that does.
 import triton
 import triton.language as tl
 
+from kernels.matrix import INTERPRETED
 from kernels.weights import exp2_double
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -20,18 +21,42 @@ def log_or_minus_inf(p):
 
 
 @triton.jit
+def _add_two(a, b, more_a, more_b):
+    return a + more_a, b + more_b
+
+
+@triton.jit
+def _add_four(a, b, c, d, more_a, more_b, more_c, more_d):
+    return a + more_a, b + more_b, c + more_c, d + more_d
+
+
+@triton.jit
+def _add_four_and_flag(a, b, c, d, flag, more_a, more_b, more_c, more_d, more_flag):
+    return a + more_a, b + more_b, c + more_c, d + more_d, flag | more_flag
+
+
+@triton.jit
 def two_sums(a, b):
     """Sums of two vectors, for the time of one: what takes time is that threads meet."""
-    return tl.split(tl.sum(tl.join(a, b), axis=0))
+    if INTERPRETED:  # which takes a reduction of several vectors element by element
+        return tl.sum(a, axis=0), tl.sum(b, axis=0)
+    return tl.reduce((a, b), 0, _add_two)
 
 
 @triton.jit
 def four_sums(a, b, c, d):
     """Sums of four vectors, for the time of one."""
-    first, second = tl.split(tl.sum(tl.join(tl.join(a, c), tl.join(b, d)), axis=0))
-    a_sum, c_sum = tl.split(first)
-    b_sum, d_sum = tl.split(second)
-    return a_sum, b_sum, c_sum, d_sum
+    if INTERPRETED:
+        return tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0), tl.sum(d, axis=0)
+    return tl.reduce((a, b, c, d), 0, _add_four)
+
+
+@triton.jit
+def four_sums_and_any(a, b, c, d, flag):
+    """Sums of four vectors, and 1 where any int32 flag is 1, for the time of one."""
+    if INTERPRETED:
+        return (*four_sums(a, b, c, d), tl.max(flag, axis=0))
+    return tl.reduce((a, b, c, d, flag), 0, _add_four_and_flag)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ import triton.language as tl
 from kernels.accept import (
     broken_parameters,
     four_sums,
+    four_sums_and_any,
     gather_rows,
     log_or_minus_inf,
     lowest_best,
@@ -36,19 +37,25 @@ from kernels.accept import (
 from kernels.overlap import follow
 from kernels.rows import draft_length, position_logits
 from kernels.truncate import exact_weights
-from kernels.weights import lowest_of, powers_of, weights
+from kernels.weights import lowest_of, powers_of, weights_by
 
 NO_RESIDUAL = tl.constexpr(1e-12)  # as in the reference
-BAND = tl.constexpr(4e-6)  # relative; no error of P' / Q' is larger
+BAND = tl.constexpr(10)  # 2^-20 to 2^-21 of q each: 4e-6; no error of P' / Q' is larger
 ROUNDING = tl.constexpr(2e-15)  # relative, of a sum over a tile
 DOUBT = tl.constexpr(1e-7)  # share of R that may stand on the wrong side
+
+
+@triton.jit
+def high_word(x):
+    """Upper half of a positive float64, which grows with it; integers, since float64 is scarce."""
+    return (x.to(tl.int64, bitcast=True) >> 32).to(tl.int32)
 
 
 @triton.jit
 def final_laws(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, offsets, V, K, scale,
-    peak, lowest, draft_peak, draft_lowest, draft_unit, drawn, sure,
+    offset, lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
 ):  # fmt: skip
     """a and q of some tokens at position n; q is 0 where nothing was drafted."""
     x = position_logits(
@@ -63,8 +70,8 @@ def final_laws(
             ids_ptr, penalty_ptr, b, n, offsets, tl.where(drawn, V, 0), K,
         )  # fmt: skip
         if drawn:
-            q = weights(y, draft_peak, draft_lowest, scale) * draft_unit
-    return weights(x, peak, lowest, scale), q
+            q = weights_by(y, draft_offset, draft_lowest, scale) * draft_unit
+    return weights_by(x, offset, lowest, scale), q
 
 
 @triton.jit
@@ -89,8 +96,8 @@ def tile_masses(ptr, plane, b, batch, tiles, TILES: tl.constexpr):
 def draw(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, partial_ptr, close_ptr,
-    b, batch, n, beyond, u, V, K, scale, peak, lowest,
-    draft_peak, draft_lowest, draft_unit, drawn, sure, TILE: tl.constexpr, TILES: tl.constexpr,
+    b, batch, n, beyond, u, V, K, scale, offset, lowest,
+    draft_offset, draft_lowest, draft_unit, drawn, sure, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Id of the token at position n, and both laws' probabilities of it."""
     tiles = tl.cdiv(V, TILE)
@@ -115,8 +122,8 @@ def draw(
                     a, q = final_laws(
                         target_ptr, target_b, target_k, target_v,
                         draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, penalty_ptr, b, n, tile * TILE + lane, V, K, scale, peak, lowest,
-                        draft_peak, draft_lowest, draft_unit, drawn, sure,
+                        ids_ptr, penalty_ptr, b, n, tile * TILE + lane, V, K, scale, offset, lowest,
+                        draft_offset, draft_lowest, draft_unit, drawn, sure,
                     )  # fmt: skip
                     r = tl.maximum(a * (1.0 / whole) - q * (1.0 / draft_whole), 0.0)
                     residual = tl.where(t == tile, tl.sum(r, axis=0), residual)
@@ -132,7 +139,7 @@ def draw(
     a, q = final_laws(
         target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
         counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, chosen * TILE + lane, V, K,
-        scale, peak, lowest, draft_peak, draft_lowest, draft_unit, drawn, sure,
+        scale, offset, lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
     )  # fmt: skip
     p = a * (1.0 / whole)
     q = q * (1.0 / draft_whole)
@@ -286,6 +293,8 @@ def resolve_kernel(
         n_lowest = lowest_of(n_peak, temperature, threshold)
         draft_lowest = lowest_of(draft_n_peak, temperature, draft_threshold)
         draft_unit = tl.where(drawn, n_total / draft_n_total, n_total)
+        # Logits times the scale, less these. What they are rounded by all weights share.
+        offset, draft_offset = n_peak * scale, draft_n_peak * scale
         few = tl.full((), -1, tl.int32)  # any token may come
         if found_ptr is not None:
             few = tl.load(found_ptr + b * rows + n)
@@ -299,20 +308,22 @@ def resolve_kernel(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
                     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n,
                     tile * TILE + tl.arange(0, TILE), V, K, scale,
-                    n_peak, n_lowest, draft_n_peak, draft_lowest, draft_unit, drawn, sure,
+                    offset, n_lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
                 )  # fmt: skip
                 to = b.to(tl.int64) * tiles + tile
                 if beyond:
                     above = a > other
-                    sums = tl.join(
-                        tl.join(a, other),
-                        tl.join(tl.where(above, a, 0.0), tl.where(above, other, 0.0)),
-                    )
-                    two = tl.arange(0, 2)
-                    plane = two[:, None] + 2 * two[None, :]
-                    tl.store(partial_ptr + plane * planes + to, tl.sum(sums, axis=0))
-                    near = (tl.abs(a - other) <= BAND * other) & (other > 0)
-                    tl.store(close_ptr + to, tl.max(near.to(tl.int32), axis=0))
+                    theirs = high_word(other)
+                    near = (tl.abs(high_word(a) - theirs) <= BAND) & (theirs > 0)
+                    whole, draft_whole, over, draft_over, close = four_sums_and_any(
+                        a, other, tl.where(above, a, 0.0), tl.where(above, other, 0.0),
+                        near.to(tl.int32),
+                    )  # fmt: skip
+                    tl.store(partial_ptr + to, whole)
+                    tl.store(partial_ptr + planes + to, draft_whole)
+                    tl.store(partial_ptr + 2 * planes + to, over)
+                    tl.store(partial_ptr + 3 * planes + to, draft_over)
+                    tl.store(close_ptr + to, close)
                 else:
                     tl.store(partial_ptr + to, tl.sum(a, axis=0))
             tl.debug_barrier()  # all of this program's numbers are written
@@ -333,8 +344,8 @@ def resolve_kernel(
                         target_ptr, target_b, target_k, target_v,
                         draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
                         ids_ptr, penalty_ptr, partial_ptr, close_ptr, b, batch, n, beyond,
-                        last_uniform, V, K, scale, n_peak, n_lowest,
-                        draft_n_peak, draft_lowest, draft_unit, drawn, sure, TILE, TILES,
+                        last_uniform, V, K, scale, offset, n_lowest,
+                        draft_offset, draft_lowest, draft_unit, drawn, sure, TILE, TILES,
                     )  # fmt: skip
                 if found_ptr is not None:
                     if few >= 0:
