@@ -54,7 +54,7 @@ def high_word(x):
 @triton.jit
 def final_laws(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, offsets, V, K, scale,
+    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n, offsets, V, K, scale,
     offset, lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
 ):  # fmt: skip
     """a and q of some tokens at position n; q is 0 where nothing was drafted."""
@@ -62,15 +62,18 @@ def final_laws(
         target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
         ids_ptr, penalty_ptr, b, n, offsets, V, K,
     )  # fmt: skip
-    q = tl.where(offsets == sure, draft_unit, 0.0)
-    if draft_ptr is not None:
-        # No draft, no reading; asked for before the target's has come.
+    if draft_ptr is None:
+        q = tl.where(offsets == sure, draft_unit, 0.0)
+    else:
+        # No draft, no reading: the logits are -inf, and the weights 0. A branch instead would have
+        # these asked for only when the target's have come.
         y = position_logits(
             draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
             ids_ptr, penalty_ptr, b, n, offsets, tl.where(drawn, V, 0), K,
         )  # fmt: skip
-        if drawn:
-            q = weights_by(y, draft_offset, draft_lowest, scale) * draft_unit
+        q = weights_by(y, draft_offset, draft_lowest, scale) * draft_unit
+        if one_hot_ptr is not None:
+            q = tl.where(offsets == sure, draft_unit, q)
     return weights_by(x, offset, lowest, scale), q
 
 
@@ -95,7 +98,7 @@ def tile_masses(ptr, plane, b, batch, tiles, TILES: tl.constexpr):
 @triton.jit
 def draw(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, partial_ptr, close_ptr,
+    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, partial_ptr, close_ptr,
     b, batch, n, beyond, u, V, K, scale, offset, lowest,
     draft_offset, draft_lowest, draft_unit, drawn, sure, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +125,8 @@ def draw(
                     a, q = final_laws(
                         target_ptr, target_b, target_k, target_v,
                         draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, penalty_ptr, b, n, tile * TILE + lane, V, K, scale, offset, lowest,
+                        ids_ptr, one_hot_ptr, penalty_ptr, b, n, tile * TILE + lane, V, K,
+                        scale, offset, lowest,
                         draft_offset, draft_lowest, draft_unit, drawn, sure,
                     )  # fmt: skip
                     r = tl.maximum(a * (1.0 / whole) - q * (1.0 / draft_whole), 0.0)
@@ -138,8 +142,9 @@ def draw(
     before = tl.sum(tl.where(t < chosen, mass, 0.0), axis=0)
     a, q = final_laws(
         target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-        counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, chosen * TILE + lane, V, K,
-        scale, offset, lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
+        counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n,
+        chosen * TILE + lane, V, K, scale, offset, lowest,
+        draft_offset, draft_lowest, draft_unit, drawn, sure,
     )  # fmt: skip
     p = a * (1.0 / whole)
     q = q * (1.0 / draft_whole)
@@ -245,14 +250,14 @@ def resolve_kernel(
         known = prob_at_drafts(logits, thresholds, asked & used, peaks, totals, scale)
         probs = tl.where((side == 0) | used, known, probs)
     p, q = probs, tl.where(drafted, 1.0, 0.0).to(tl.float64)
-    peak, draft_peak, total, draft_total = peaks, peaks, totals, totals
     if SIDES == 2:
         p, q = tl.split(tl.reshape(probs, (POSITIONS, 2)))
-        peak, draft_peak = tl.split(tl.reshape(peaks, (POSITIONS, 2)))
-        total, draft_total = tl.split(tl.reshape(totals, (POSITIONS, 2)))
     best = ids
     proposed = ids
     if sum_ptr is None or greedy:
+        peak, draft_peak = peaks, peaks
+        if SIDES == 2:
+            peak, draft_peak = tl.split(tl.reshape(peaks, (POSITIONS, 2)))
         best = lowest_best(max_ptr, best_ptr, b * rows, i <= length, peak, S, V, POSITIONS, SPLITS)
         p = ((best == ids) & drafted).to(tl.float64)
         q = tl.where(drafted, 1.0, 0.0).to(tl.float64)
@@ -284,11 +289,13 @@ def resolve_kernel(
                 draft_threshold = tl.load(
                     threshold_ptr + b * rows + K + 1 + n, mask=drawn, other=0.0
                 )
+        target_side = (side == 0) & (at == n)
+        draft_side = (side == SIDES - 1) & (at == n)
         n_peak, n_total, draft_n_peak, draft_n_total = four_sums(
-            tl.where(here, peak, 0.0).to(tl.float64),
-            tl.where(here, total, 0.0),
-            tl.where(here, draft_peak, 0.0).to(tl.float64),
-            tl.where(here, draft_total, 0.0),
+            tl.where(target_side, peaks, 0.0).to(tl.float64),
+            tl.where(target_side, totals, 0.0),
+            tl.where(draft_side, peaks, 0.0).to(tl.float64),
+            tl.where(draft_side, totals, 0.0),
         )
         n_lowest = lowest_of(n_peak, temperature, threshold)
         draft_lowest = lowest_of(draft_n_peak, temperature, draft_threshold)
@@ -306,7 +313,7 @@ def resolve_kernel(
             for tile in range(part, tiles, parts):
                 a, other = final_laws(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n,
+                    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n,
                     tile * TILE + tl.arange(0, TILE), V, K, scale,
                     offset, n_lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
                 )  # fmt: skip
@@ -314,7 +321,8 @@ def resolve_kernel(
                 if beyond:
                     above = a > other
                     theirs = high_word(other)
-                    near = (tl.abs(high_word(a) - theirs) <= BAND) & (theirs > 0)
+                    apart = (high_word(a) - theirs + BAND).to(tl.uint32, bitcast=True)
+                    near = (apart <= 2 * BAND) & (theirs > 0)
                     whole, draft_whole, over, draft_over, close = four_sums_and_any(
                         a, other, tl.where(above, a, 0.0), tl.where(above, other, 0.0),
                         near.to(tl.int32),
@@ -343,8 +351,8 @@ def resolve_kernel(
                     drawn_id, its_p, its_q = draw(
                         target_ptr, target_b, target_k, target_v,
                         draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, penalty_ptr, partial_ptr, close_ptr, b, batch, n, beyond,
-                        last_uniform, V, K, scale, offset, n_lowest,
+                        ids_ptr, one_hot_ptr, penalty_ptr, partial_ptr, close_ptr, b, batch, n,
+                        beyond, last_uniform, V, K, scale, offset, n_lowest,
                         draft_offset, draft_lowest, draft_unit, drawn, sure, TILE, TILES,
                     )  # fmt: skip
                 if found_ptr is not None:

@@ -11,13 +11,11 @@ from torch import Tensor
 from kernels.launching import launch
 from kernels.overlap import follow, options
 from kernels.rows import Call, Rules, logit_at, row_logits, row_position, rules_of
+from kernels.sizes import sizes
 from kernels.weights import LOG2_E, LOWEST, lowest_of, powers_of, weights
 
-REGISTERS = 96  # of a thread, at most: five splits of four warps on a multiprocessor
 GROUP = 64  # tokens whose maximum truncation looks at
-# Where penalties and groups take registers: warps of a split, and registers of each thread, so that
-# two splits are under way on a multiprocessor.
-RULE_WARPS, RULE_REGISTERS = 16, 64
+RULE_WARPS = 16  # of a split, where penalties and groups take registers
 CHUNK = 1024  # tokens at a time where sums are exact
 EAGER_ROWS = 2  # batches where waiting for a length costs more than reading in vain
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -58,10 +56,11 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
         torch.empty(batch, dtype=torch.int32, device=device),
     )
     lengths, one_hot = call.row_args[12:14]
-    blocks = dict(call.blocks) | {"maxnreg": REGISTERS}
+    chosen = sizes(batch)
+    blocks = dict(call.blocks) | {"maxnreg": chosen.registers}
     if groups is not None or call.row_args[15] is not None:
         warps = max(1, min(RULE_WARPS, block // 256))
-        blocks |= {"num_warps": warps, "maxnreg": RULE_REGISTERS}
+        blocks |= {"num_warps": warps, "maxnreg": chosen.rule_registers}
     eager = batch <= EAGER_ROWS or (lengths is None and one_hot is None)
     launch(
         stats_kernel, call.grid, *call.row_args, rules.top_k, rules.top_p, maxima, found.best, sums,

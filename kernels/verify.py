@@ -29,14 +29,14 @@ from kernels.launching import launch
 from kernels.overlap import options
 from kernels.resolve import resolve_kernel
 from kernels.rows import Call, Rules
+from kernels.sizes import sizes
 from kernels.stats import row_statistics
 from kernels.truncate import truncate
 from kernels.types import Verification
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK, WARPS = 8192, 4  # launch 1: tokens of a split, at most, and the warps that share them
-TILE, TILE_WARPS, TILE_REGISTERS = 1024, 8, 80  # launch 2; registers of a thread at most
-PROGRAMS = 384  # of launch 2, where there are tiles for them: as many as are under way at once
+TILE, TILE_WARPS = 2048, 8  # launch 2
 
 
 def block_size(vocab: int) -> int:
@@ -141,7 +141,9 @@ def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tens
         close = torch.empty(batch, tiles, dtype=torch.int32, device=device)
     verification = Verification.unwritten(batch, width, device)
     errors = torch.empty(batch, dtype=torch.int32, device=device)
-    parts = 1 if call.greedy else min(tiles, triton.cdiv(PROGRAMS, batch))
+    chosen = sizes(batch)
+    # One wave of programs: a second one with few of them would take as long as the first.
+    parts = 1 if call.greedy else min(tiles, max(1, chosen.programs // batch))
     launch(
         resolve_kernel, (parts, batch), *call.row_args, *rules.tensors(),
         stats.maxima, stats.best, stats.sums, stats.drafted,
@@ -153,7 +155,7 @@ def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tens
         SIDES=1 if call.row_args[4] is None else 2, TILE=tile,
         TILES=triton.next_power_of_2(tiles),
         CANDIDATES=1 if cut is None else cut.ids.shape[-1], num_warps=TILE_WARPS,
-        maxnreg=TILE_REGISTERS, **options(device),
+        maxnreg=chosen.tile_registers, **options(device),
     )  # fmt: skip
     return verification, errors
 

@@ -19,6 +19,7 @@ from kernels import truncate as truncation
 from kernels import verify as module
 from kernels.launching import collected
 from kernels.rows import penalise
+from kernels.sizes import Sizes
 from kernels.truncate import Cut, truncate
 from kernels.types import Verification
 
@@ -105,7 +106,7 @@ def test_shares_of_the_work_do_not_show(
     case = with_rules(make_case(4, 2, 1, 1000, dtype=torch.bfloat16, device=DEVICE), *rules)
     together = case.run(verify)
     for programs in (1, 5):
-        monkeypatch.setattr(module, "PROGRAMS", programs)
+        monkeypatch.setattr(module, "sizes", lambda _, n=programs: Sizes(programs=n * 2))
         assert_equal(together, case.run(verify))
 
 
