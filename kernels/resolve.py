@@ -320,9 +320,9 @@ def resolve_kernel(
                 to = b.to(tl.int64) * tiles + tile
                 if beyond:
                     above = a > other
-                    theirs = high_word(other)
-                    apart = (high_word(a) - theirs + BAND).to(tl.uint32, bitcast=True)
-                    near = (apart <= 2 * BAND) & (theirs > 0)
+                    draft_high = high_word(other)
+                    apart = (high_word(a) - draft_high + BAND).to(tl.uint32, bitcast=True)
+                    near = (apart <= 2 * BAND) & (draft_high > 0)
                     whole, draft_whole, over, draft_over, close = four_sums_and_any(
                         a, other, tl.where(above, a, 0.0), tl.where(above, other, 0.0),
                         near.to(tl.int32),

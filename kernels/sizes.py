@@ -18,7 +18,9 @@ class Sizes:
     programs: int = 264  # of launch 2, where there are tiles for them: all that are under way
 
 
-TABLE = (  # rows up to which a choice holds; the last holds for any number
+TABLE: tuple[
+    tuple[int, Sizes], ...
+] = (  # rows up to which a choice holds; the last holds for any number
     (8, Sizes()),
     (64, Sizes()),
 )
