@@ -54,13 +54,14 @@ def high_word(x):
 @triton.jit
 def final_laws(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n, offsets, V, K, scale,
-    offset, lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
+    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n, first, V, K, scale,
+    offset, lowest, draft_offset, draft_lowest, draft_unit, drawn, sure, TILE: tl.constexpr,
 ):  # fmt: skip
-    """a and q of some tokens at position n; q is 0 where nothing was drafted."""
+    """a and q of TILE tokens at position n; q is 0 where nothing was drafted."""
+    offsets = first + tl.arange(0, TILE)
     x = position_logits(
         target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
-        ids_ptr, penalty_ptr, b, n, offsets, V, K,
+        ids_ptr, penalty_ptr, b, n, offsets, V, K, first, first + TILE,
     )  # fmt: skip
     if draft_ptr is None:
         q = tl.where(offsets == sure, draft_unit, 0.0)
@@ -69,7 +70,7 @@ def final_laws(
         # these asked for only when the target's have come.
         y = position_logits(
             draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-            ids_ptr, penalty_ptr, b, n, offsets, tl.where(drawn, V, 0), K,
+            ids_ptr, penalty_ptr, b, n, offsets, tl.where(drawn, V, 0), K, first, first + TILE,
         )  # fmt: skip
         q = weights_by(y, draft_offset, draft_lowest, scale) * draft_unit
         if one_hot_ptr is not None:
@@ -125,9 +126,9 @@ def draw(
                     a, q = final_laws(
                         target_ptr, target_b, target_k, target_v,
                         draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, one_hot_ptr, penalty_ptr, b, n, tile * TILE + lane, V, K,
+                        ids_ptr, one_hot_ptr, penalty_ptr, b, n, tile * TILE, V, K,
                         scale, offset, lowest,
-                        draft_offset, draft_lowest, draft_unit, drawn, sure,
+                        draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
                     )  # fmt: skip
                     r = tl.maximum(a * (1.0 / whole) - q * (1.0 / draft_whole), 0.0)
                     residual = tl.where(t == tile, tl.sum(r, axis=0), residual)
@@ -143,8 +144,8 @@ def draw(
     a, q = final_laws(
         target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
         counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n,
-        chosen * TILE + lane, V, K, scale, offset, lowest,
-        draft_offset, draft_lowest, draft_unit, drawn, sure,
+        chosen * TILE, V, K, scale, offset, lowest,
+        draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
     )  # fmt: skip
     p = a * (1.0 / whole)
     q = q * (1.0 / draft_whole)
@@ -314,8 +315,8 @@ def resolve_kernel(
                 a, other = final_laws(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
                     counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n,
-                    tile * TILE + tl.arange(0, TILE), V, K, scale,
-                    offset, n_lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
+                    tile * TILE, V, K, scale,
+                    offset, n_lowest, draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
                 )  # fmt: skip
                 to = b.to(tl.int64) * tiles + tile
                 if beyond:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ANY = tl.constexpr(2147483647)  # more than any token
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -100,9 +102,14 @@ def penalise(x, seen, penalty):
 
 @triton.jit
 def split_logits(
-    base_ptr, stride_v, offsets, V, counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position
-):
-    """Penalised float32 logits of one row at `offsets`, -inf past the vocabulary."""
+    base_ptr, stride_v, offsets, V, counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position,
+    low, high,
+):  # fmt: skip
+    """Penalised float32 logits of one row at `offsets`, -inf past the vocabulary.
+
+    No offset lies outside [low, high): most drafts are no token of a part of the vocabulary, and
+    then none of it is compared with them.
+    """
     inside = offsets < V
     at = offsets.to(tl.int64)
     x = tl.load(base_ptr + at * stride_v, mask=inside, other=-float("inf")).to(tl.float32)
@@ -113,7 +120,10 @@ def split_logits(
             if counts_ptr is not None:
                 seen = tl.load(counts_ptr + at * counts_v, mask=inside, other=0) > 0
             for j in range(0, position):  # counts grow along the draft prefix
-                seen = seen | (offsets == tl.load(ids_ptr + b * K + j).to(tl.int32))
+                token = tl.load(ids_ptr + b * K + j).to(tl.int32)
+                # A loop, since the compiler would turn a branch into work for every logit.
+                for _ in range(0, ((token >= low) & (token < high)).to(tl.int32)):
+                    seen = seen | (offsets == token)
             x = penalise(x, seen, penalty)
     return x
 
@@ -121,7 +131,7 @@ def split_logits(
 @triton.jit
 def position_logits(
     base_ptr, base_b, base_k, base_v, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr,
-    b, position, offsets, V, K,
+    b, position, offsets, V, K, low=0, high=ANY,
 ):  # fmt: skip
     """Penalised logits of one model's row at a position."""
     wide, at = b.to(tl.int64), position.to(tl.int64)
@@ -129,7 +139,7 @@ def position_logits(
         counts_ptr += wide * counts_b
     return split_logits(
         base_ptr + wide * base_b + at * base_k, base_v, offsets, V,
-        counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position,
+        counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position, low, high,
     )  # fmt: skip
 
 
@@ -137,12 +147,13 @@ def position_logits(
 def row_logits(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets, V, K,
+    low=0, high=ANY,
 ):  # fmt: skip
     """Penalised logits of a numbered row, the target's or the drafter's."""
     if draft_ptr is None:
         x = position_logits(
             target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
-            ids_ptr, penalty_ptr, b, position, offsets, V, K,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K, low, high,
         )  # fmt: skip
     elif target_ptr.dtype == draft_ptr.dtype:
         # One copy of the code for both; strides of 1 are known to the compiler and stay so.
@@ -151,17 +162,17 @@ def row_logits(
             tl.where(row > K, draft_ptr, target_ptr),
             target_b + drafter * (draft_b - target_b), target_k + drafter * (draft_k - target_k),
             target_v + drafter * (draft_v - target_v), counts_ptr, counts_b, counts_v,
-            ids_ptr, penalty_ptr, b, position, offsets, V, K,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K, low, high,
         )  # fmt: skip
     elif row <= K:
         x = position_logits(
             target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
-            ids_ptr, penalty_ptr, b, position, offsets, V, K,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K, low, high,
         )  # fmt: skip
     else:
         x = position_logits(
             draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-            ids_ptr, penalty_ptr, b, position, offsets, V, K,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K, low, high,
         )  # fmt: skip
     return x
 

@@ -13,7 +13,7 @@ class Sizes:
     """Of one batch; registers are a thread's, at most."""
 
     registers: int = 96  # launch 1: five splits of four warps on a multiprocessor
-    rule_registers: int = 64  # where penalties and groups take registers
+    rule_registers: int = 128  # where penalties and groups take registers
     tile_registers: int = 128  # launch 2
     programs: int = 264  # of launch 2, where there are tiles for them: all that are under way
 

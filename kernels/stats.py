@@ -15,7 +15,7 @@ from kernels.sizes import sizes
 from kernels.weights import LOG2_E, LOWEST, lowest_of, powers_of, weights
 
 GROUP = 64  # tokens whose maximum truncation looks at
-RULE_WARPS = 16  # of a split, where penalties and groups take registers
+RULE_WARPS = 8  # of a split, where penalties and groups take registers
 CHUNK = 1024  # tokens at a time where sums are exact
 EAGER_ROWS = 2  # batches where waiting for a length costs more than reading in vain
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -150,6 +150,7 @@ def stats_kernel(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
             counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row,
             tl.where(row <= K, row, row - K - 1), offsets, V, K,
+            split * BLOCK, split * BLOCK + BLOCK,
         )  # fmt: skip
     temperature = tl.load(temperature_ptr + b).to(tl.float64)
     top_k, top_p, _ = rules_of(top_k_ptr, top_p_ptr, None, b, V)
@@ -159,7 +160,7 @@ def stats_kernel(
             x = row_logits(
                 target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
                 counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets,
-                V, K,
+                V, K, split * BLOCK, split * BLOCK + BLOCK,
             )  # fmt: skip
         cell = (b * tl.num_programs(1) + row).to(tl.int64)
         at = cell * S + split
@@ -176,7 +177,7 @@ def stats_kernel(
                 x = row_logits(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
                     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-                    offsets, V, K,
+                    offsets, V, K, split * BLOCK, split * BLOCK + BLOCK,
                 )  # fmt: skip
             peak = tl.max(tl.where(x == x, x, float("inf")), axis=0)
             tl.store(max_ptr + at, peak)
@@ -202,6 +203,7 @@ def stats_kernel(
                         draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
                         ids_ptr, penalty_ptr, b, row, position,
                         split * BLOCK + start + tl.arange(0, CHUNK), V, K,
+                        split * BLOCK + start, split * BLOCK + start + CHUNK,
                     )  # fmt: skip
                     w = weights(again, peak, lowest, scale)
                     again_sums += tl.where(again == again, w, float("nan"))

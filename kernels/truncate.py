@@ -268,7 +268,7 @@ def count_from(
         x = row_logits(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
             counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-            start + tl.arange(0, STRIDE), V, K,
+            start + tl.arange(0, STRIDE), V, K, start, start + STRIDE,
         )  # fmt: skip
         keys = order_key(x)
         reached = keys >= key
@@ -293,7 +293,7 @@ def mass_from(
         x = row_logits(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
             counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-            start + tl.arange(0, STRIDE), V, K,
+            start + tl.arange(0, STRIDE), V, K, start, start + STRIDE,
         )  # fmt: skip
         keys = order_key(x)
         reached = keys >= key
