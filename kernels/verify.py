@@ -35,6 +35,7 @@ from kernels.truncate import truncate
 from kernels.types import Verification
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Of all batches, since the order of sums follows from these; the rest is in kernels/sizes.py.
 BLOCK, WARPS = 8192, 4  # launch 1: tokens of a split, at most, and the warps that share them
 TILE, TILE_WARPS = 2048, 8  # launch 2
 

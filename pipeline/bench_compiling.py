@@ -21,7 +21,7 @@ from pipeline.bench_kernels import Call, run
 
 log = logging.getLogger(__name__)
 
-MOST_PROCESSES = 16
+MOST_PROCESSES, THREADS = 16, 4
 ORDERED = {"BLOCK": verify, "WARPS": verify, "TILE": verify, "TILE_WARPS": verify,
            "RULE_WARPS": stats, "GROUPS_READ": truncate, "READ": truncate, "CUT_WARPS": truncate,
            "CUT_REGISTERS": truncate}  # fmt: skip
@@ -71,7 +71,7 @@ def _compiled(job: Job) -> str | None:
             with collected() as launches:
                 for call in job.calls():
                     run(verify.verify, call, check=False)
-            compile_all(launches, torch.device("cuda"), 1)
+            compile_all(launches, torch.device("cuda"), THREADS)
     except (RuntimeError, TritonError, AssertionError) as error:
         return f"{dict(job.sizes)}: {(str(error).strip().splitlines() or ['?'])[0][:200]}"
     return None

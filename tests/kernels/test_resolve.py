@@ -140,6 +140,18 @@ def test_odd_temperatures(temperature: float) -> None:
     assert_same_verification(case, case.run(verify))
 
 
+@pytest.mark.parametrize("lift", [0.0, 3e4, -3e4])
+@pytest.mark.parametrize("masked", [-1e9, -1e30, -3.38e38, -torch.inf])
+def test_masks_of_any_kind(masked: float, lift: float) -> None:
+    """Half of each row out of the question; logits far from zero, whose powers do not fit."""
+    case = make_case(10, 4, 2, 1000, device=DEVICE)
+    for logits in (case.target_logits, case.draft_logits):
+        logits.add_(lift)
+        logits[..., 128:256] = masked
+        logits[..., ::2] = masked
+    assert_same_verification(case, case.run(verify))
+
+
 def test_rows_of_one_token() -> None:
     """The target's whole mass on one id: accepted when drafted, drawn when not."""
     case = make_case(7, 3, 2, 1000, device=DEVICE)
