@@ -9,7 +9,10 @@ for one that does.
 import triton
 import triton.language as tl
 
+from kernels.matrix import INTERPRETED
 from kernels.weights import exp2_double
+
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -18,42 +21,73 @@ def log_or_minus_inf(p):
 
 
 @triton.jit
+def _add_two(a, b, more_a, more_b):
+    return a + more_a, b + more_b
+
+
+@triton.jit
+def _add_four(a, b, c, d, more_a, more_b, more_c, more_d):
+    return a + more_a, b + more_b, c + more_c, d + more_d
+
+
+@triton.jit
+def _add_four_and_flag(a, b, c, d, flag, more_a, more_b, more_c, more_d, more_flag):
+    return a + more_a, b + more_b, c + more_c, d + more_d, flag | more_flag
+
+
+@triton.jit
 def two_sums(a, b):
     """Sums of two vectors, for the time of one: what takes time is that threads meet."""
-    return tl.split(tl.sum(tl.join(a, b), axis=0))
+    if INTERPRETED:  # which takes a reduction of several vectors element by element
+        return tl.sum(a, axis=0), tl.sum(b, axis=0)
+    return tl.reduce((a, b), 0, _add_two)
 
 
 @triton.jit
 def four_sums(a, b, c, d):
     """Sums of four vectors, for the time of one."""
-    first, second = tl.split(tl.sum(tl.join(tl.join(a, c), tl.join(b, d)), axis=0))
-    a_sum, c_sum = tl.split(first)
-    b_sum, d_sum = tl.split(second)
-    return a_sum, b_sum, c_sum, d_sum
+    if INTERPRETED:
+        return tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0), tl.sum(d, axis=0)
+    return tl.reduce((a, b, c, d), 0, _add_four)
+
+
+@triton.jit
+def four_sums_and_any(a, b, c, d, flag):
+    """Sums of four vectors, and 1 where any int32 flag is 1, for the time of one."""
+    if INTERPRETED:
+        return (*four_sums(a, b, c, d), tl.max(flag, axis=0))
+    return tl.reduce((a, b, c, d, flag), 0, _add_four_and_flag)
 
 
 @triton.jit
 def gather_rows(
-    max_ptr, sum_ptr, kept_ptr, cell, used, S, scale,
-    POSITIONS: tl.constexpr, SPLITS: tl.constexpr,
+    max_ptr, sum_ptr, kept_ptr, cells, there, used, S, scale,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and mass of POSITIONS consecutive rows, over their splits in order."""
-    i, s = tl.arange(0, POSITIONS), tl.arange(0, SPLITS)
-    at = (cell + i).to(tl.int64)[:, None] * S + s[None, :]
-    mask = used[:, None] & (s < S)[None, :]
+    """Maximum and mass of ROWS rows, over their splits in order.
+
+    `there` says which of `cells` exist: those are asked for before it is known which are `used`.
+    """
+    s = tl.arange(0, SPLITS)
+    at = cells.to(tl.int64)[:, None] * S + s[None, :]
+    mask = there[:, None] & (s < S)[None, :]
     maxima = tl.load(max_ptr + at, mask=mask, other=-float("inf"))
-    peak = tl.max(maxima, axis=1)
-    total = tl.full((POSITIONS,), 1.0, tl.float64)
+    total = tl.full((ROWS,), 1.0, tl.float64)
     if sum_ptr is not None:
         sums = tl.load(sum_ptr + at, mask=mask, other=0.0)
-        alive = (sums > 0) & (tl.abs(peak) < float("inf"))[:, None]
+        if kept_ptr is not None:
+            kept = tl.load(kept_ptr + cells, mask=there, other=-1.0)
+    # What was never written may be anything, NaN too.
+    maxima = tl.where(used[:, None], maxima, -float("inf"))
+    peak = tl.max(maxima, axis=1)
+    if sum_ptr is not None:
+        alive = used[:, None] & (sums > 0) & (tl.abs(peak) < float("inf"))[:, None]
         behind = tl.where(alive, maxima, 0.0).to(tl.float64)
         behind -= tl.where(alive, peak[:, None], 0.0).to(tl.float64)
         factor = exp2_double(tl.maximum(behind * scale, -1000.0))
         total = tl.sum(tl.where(alive, sums * factor, 0.0), axis=1)
         if kept_ptr is not None:
-            kept = tl.load(kept_ptr + cell + i, mask=used, other=-1.0)
-            total = tl.where(kept > 0, kept, total)
+            total = tl.where(used & (kept > 0), kept, total)
         total = tl.where(total > 0, total, 1.0)
     return peak, total
 
@@ -72,17 +106,11 @@ def lowest_best(
 
 
 @triton.jit
-def prob_at_drafts(
-    drafted_ptr, threshold_ptr, cell, drafted, peak, total, temperature, POSITIONS: tl.constexpr
-):
-    """One law's probability of each draft [POSITIONS]; 0 where nothing was drafted."""
-    i = tl.arange(0, POSITIONS)
-    x = tl.load(drafted_ptr + cell + i, mask=drafted, other=-float("inf"))
-    kept = drafted & (x > -float("inf")) & (tl.abs(peak) < float("inf"))
-    if threshold_ptr is not None:
-        kept = kept & (x >= tl.load(threshold_ptr + cell + i, mask=drafted, other=0.0))
+def prob_at_drafts(x, threshold, drafted, peak, total, scale):
+    """Probability of each row's draft, whose logit is x; 0 where nothing was drafted."""
+    kept = drafted & (x > -float("inf")) & (tl.abs(peak) < float("inf")) & (x >= threshold)
     behind = tl.where(kept, x, 0.0).to(tl.float64) - tl.where(kept, peak, 0.0).to(tl.float64)
-    return tl.where(kept, tl.exp(behind / temperature) / total, 0.0)
+    return tl.where(kept, tl.exp(behind * (scale * LN_2)) / total, 0.0)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 r"""Launch 2 of kernels/verify.py: which drafts are kept, and the token that comes after them.
 
 A few programs share a sequence. Each decides where it ends (position n), then sums its tiles
-there. With a = w_p / P' and q = w_q / Q', P' and Q' as good as launch 1 has them, and
+there. With a = w_p and q = w_q P' / Q', P' and Q' as good as launch 1 has them, and
 A = {v: a(v) > q(v)}, a tile t notes, in float64,
 
     P_t = sum a    Q_t = sum q    over all of it;    p_t, q_t: the same over A.
@@ -17,6 +17,8 @@ nearly equal: what is left of R then is far below the error of float32 sums.
 The draw is the inverse CDF, first over the tiles, then within one. An id without mass is never
 chosen: where rounding leaves the CDF short of the uniform, the last id (or tile) that has mass
 stands in.
+
+Where truncation packed all that a row may say, one program draws from these few tokens instead.
 """
 
 import triton
@@ -25,6 +27,7 @@ import triton.language as tl
 from kernels.accept import (
     broken_parameters,
     four_sums,
+    four_sums_and_any,
     gather_rows,
     log_or_minus_inf,
     lowest_best,
@@ -33,36 +36,46 @@ from kernels.accept import (
 )
 from kernels.overlap import follow
 from kernels.rows import draft_length, position_logits
-from kernels.weights import lowest_of, powers_of, weights
+from kernels.truncate import exact_weights
+from kernels.weights import lowest_of, powers_of, weights_by
 
 NO_RESIDUAL = tl.constexpr(1e-12)  # as in the reference
-BAND = tl.constexpr(4e-6)  # relative; no error of P' / Q' is larger
+BAND = tl.constexpr(10)  # 2^-20 to 2^-21 of q each: 4e-6; no error of P' / Q' is larger
 ROUNDING = tl.constexpr(2e-15)  # relative, of a sum over a tile
 DOUBT = tl.constexpr(1e-7)  # share of R that may stand on the wrong side
 
 
 @triton.jit
+def high_word(x):
+    """Upper half of a positive float64, which grows with it; integers, since float64 is scarce."""
+    return (x.to(tl.int64, bitcast=True) >> 32).to(tl.int32)
+
+
+@triton.jit
 def final_laws(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, tile, V, K, scale,
-    peak, lowest, shift, draft_peak, draft_lowest, draft_shift, drawn, sure, TILE: tl.constexpr,
+    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n, first, V, K, scale,
+    offset, lowest, draft_offset, draft_lowest, draft_unit, drawn, sure, TILE: tl.constexpr,
 ):  # fmt: skip
-    """a and q of one tile at position n; q is 0 where nothing was drafted."""
-    offsets = tile * TILE + tl.arange(0, TILE)
+    """a and q of TILE tokens at position n; q is 0 where nothing was drafted."""
+    offsets = first + tl.arange(0, TILE)
     x = position_logits(
         target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
-        ids_ptr, penalty_ptr, b, n, offsets, V, K,
+        ids_ptr, penalty_ptr, b, n, offsets, V, K, first, first + TILE,
     )  # fmt: skip
-    a = weights(x, peak, lowest, scale, shift)
-    q = tl.where(offsets == sure, 1.0, 0.0).to(tl.float64)
-    if draft_ptr is not None:
-        if drawn:
-            x = position_logits(
-                draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                ids_ptr, penalty_ptr, b, n, offsets, V, K,
-            )  # fmt: skip
-            q = weights(x, draft_peak, draft_lowest, scale, draft_shift)
-    return a, q
+    if draft_ptr is None:
+        q = tl.where(offsets == sure, draft_unit, 0.0)
+    else:
+        # No draft, no reading: the logits are -inf, and the weights 0. A branch instead would have
+        # these asked for only when the target's have come.
+        y = position_logits(
+            draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+            ids_ptr, penalty_ptr, b, n, offsets, tl.where(drawn, V, 0), K, first, first + TILE,
+        )  # fmt: skip
+        q = weights_by(y, draft_offset, draft_lowest, scale) * draft_unit
+        if one_hot_ptr is not None:
+            q = tl.where(offsets == sure, draft_unit, q)
+    return weights_by(x, offset, lowest, scale), q
 
 
 @triton.jit
@@ -86,9 +99,9 @@ def tile_masses(ptr, plane, b, batch, tiles, TILES: tl.constexpr):
 @triton.jit
 def draw(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, partial_ptr, close_ptr,
-    b, batch, n, beyond, u, V, K, scale, peak, lowest, shift,
-    draft_peak, draft_lowest, draft_shift, drawn, sure, TILE: tl.constexpr, TILES: tl.constexpr,
+    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, partial_ptr, close_ptr,
+    b, batch, n, beyond, u, V, K, scale, offset, lowest,
+    draft_offset, draft_lowest, draft_unit, drawn, sure, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Id of the token at position n, and both laws' probabilities of it."""
     tiles = tl.cdiv(V, TILE)
@@ -103,8 +116,8 @@ def draw(
         close = tile_masses(close_ptr, 0, b, batch, tiles, TILES)
         whole, draft_whole = two_sums(mass, draft_mass)
         draft_whole = tl.where(draft_whole > 0, draft_whole, 1.0)
-        above /= whole
-        residual = above - draft_above / draft_whole
+        above *= 1.0 / whole
+        residual = above - draft_above * (1.0 / draft_whole)
         residual = tl.where(residual > ROUNDING * above, residual, 0.0)
         total, in_doubt = two_sums(residual, tl.where(close > 0, draft_mass, 0.0))
         if tl.abs(draft_whole / whole - 1.0) * in_doubt > DOUBT * total:
@@ -113,8 +126,9 @@ def draw(
                     a, q = final_laws(
                         target_ptr, target_b, target_k, target_v,
                         draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, penalty_ptr, b, n, tile, V, K, scale, peak, lowest, shift,
-                        draft_peak, draft_lowest, draft_shift, drawn, sure, TILE,
+                        ids_ptr, one_hot_ptr, penalty_ptr, b, n, tile * TILE, V, K,
+                        scale, offset, lowest,
+                        draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
                     )  # fmt: skip
                     r = tl.maximum(a * (1.0 / whole) - q * (1.0 / draft_whole), 0.0)
                     residual = tl.where(t == tile, tl.sum(r, axis=0), residual)
@@ -129,8 +143,9 @@ def draw(
     before = tl.sum(tl.where(t < chosen, mass, 0.0), axis=0)
     a, q = final_laws(
         target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-        counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, chosen, V, K, scale,
-        peak, lowest, shift, draft_peak, draft_lowest, draft_shift, drawn, sure, TILE,
+        counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n,
+        chosen * TILE, V, K, scale, offset, lowest,
+        draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
     )  # fmt: skip
     p = a * (1.0 / whole)
     q = q * (1.0 / draft_whole)
@@ -143,14 +158,51 @@ def draw(
 
 
 @triton.jit
+def draw_among(
+    draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr,
+    logits_ptr, tokens_ptr, few, b, n, beyond, u, V, K, temperature, peak, lowest,
+    draft_peak, draft_lowest, draft_total, drawn, sure, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """`draw` from the `few` tokens that truncation left in question, whose ids ascend.
+
+    The drafter's mass `draft_total` is that of all it kept, of the same exponentials.
+    """
+    d = tl.arange(0, CANDIDATES)
+    x = tl.load(logits_ptr + d, mask=d < few, other=-float("inf"))
+    token = tl.load(tokens_ptr + d, mask=d < few, other=V)
+    kept = x >= lowest
+    a = tl.where(kept, exact_weights(tl.where(kept, x, peak), peak, temperature), 0.0)
+    p = a * (1.0 / tl.sum(a, axis=0))
+    q = tl.where(token == sure, 1.0, 0.0).to(tl.float64)
+    if draft_ptr is not None:
+        if drawn:
+            y = position_logits(
+                draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                ids_ptr, penalty_ptr, b, n, token, V, K,
+            )  # fmt: skip
+            proposed = y >= draft_lowest
+            y = tl.where(proposed, y, draft_peak.to(tl.float32))
+            q = tl.where(proposed, exact_weights(y, draft_peak, temperature), 0.0)
+            q *= 1.0 / draft_total
+    r = tl.maximum(p - q, 0.0)
+    total, whole = two_sums(r, p)
+    from_residual = beyond & (total > NO_RESIDUAL)
+    mass = tl.where(from_residual, r, p)
+    number = crossing(mass, d, u * tl.where(from_residual, total, whole), CANDIDATES)
+    here = d == number
+    its_p, its_q = two_sums(tl.where(here, p, 0.0), tl.where(here, q, 0.0))
+    return tl.load(tokens_ptr + number).to(tl.int64), its_p, tl.where(beyond, its_q, 1.0)
+
+
+@triton.jit
 def resolve_kernel(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr,
     top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, threshold_ptr,
-    kept_ptr, uniforms_ptr, partial_ptr, close_ptr, arrived_ptr, tokens_ptr, accepted_ptr,
-    target_logprobs_ptr, draft_logprobs_ptr, errors_ptr, V, K, S,
-    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    kept_ptr, found_ptr, few_ptr, few_ids_ptr, uniforms_ptr, partial_ptr, close_ptr, arrived_ptr,
+    tokens_ptr, accepted_ptr, target_logprobs_ptr, draft_logprobs_ptr, errors_ptr, V, K, S,
+    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, SIDES: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All of one sequence's outputs."""
     if OVERLAP > 0:
@@ -161,53 +213,57 @@ def resolve_kernel(
     if draft_ptr is not None:
         rows = 2 * K + 1
     i = tl.arange(0, POSITIONS)
+    # Rows of both models beside each other: each is asked for at once, in use or not.
+    r = tl.arange(0, SIDES * POSITIONS)
+    side, at = r % SIDES, r // SIDES
+    cells = b * rows + tl.where(side == 0, at, K + 1 + at)
+    there = at + side <= K
     length = draft_length(ids_ptr, lengths_ptr, b, K, POSITIONS)
-    ids = tl.load(ids_ptr + b * K + i, mask=i < length, other=-1).to(tl.int64)
-    drafted = (i < length) & (ids >= 0) & (ids < V)
-    used = i <= length
+    ids = tl.load(ids_ptr + b * K + i, mask=i < K, other=-1).to(tl.int64)
+    drafts = tl.load(ids_ptr + b * K + at, mask=at < K, other=-1).to(tl.int64)
     given = tl.load(temperature_ptr + b).to(tl.float64)
-    greedy = given == 0
-    temperature = tl.where(greedy, 1.0, given)
-    scale = powers_of(temperature)
-    peak, total = gather_rows(
-        max_ptr, sum_ptr, kept_ptr, b * rows, used, S, scale, POSITIONS, SPLITS
-    )
     uniforms = tl.load(uniforms_ptr + b * (K + 1) + i, mask=i <= K, other=0.0).to(tl.float64)
     last_uniform = tl.load(uniforms_ptr + b * (K + 1) + K).to(tl.float64)
-    bad = (i < length) & ((ids < 0) | (ids >= V))
-    bad = bad | (used & (tl.abs(peak) == float("inf")))
-    bad = bad | (uniforms < 0) | (uniforms >= 1) | (uniforms != uniforms)
+    logits = tl.load(drafted_ptr + cells, mask=there, other=-float("inf"))
+    thresholds = tl.full((SIDES * POSITIONS,), -float("inf"), tl.float32)
+    if threshold_ptr is not None:
+        thresholds = tl.load(threshold_ptr + cells, mask=there, other=-float("inf"))
     one_hot = tl.minimum(length, 0)
     if draft_ptr is None:
         one_hot = one_hot + 1
     elif one_hot_ptr is not None:
         one_hot = tl.load(one_hot_ptr + b).to(tl.int32)
-    q = tl.where(drafted, 1.0, 0.0).to(tl.float64)
-    p = q
+    ids = tl.where(i < length, ids, -1)
+    drafted = (i < length) & (ids >= 0) & (ids < V)
+    greedy = given == 0
+    temperature = tl.where(greedy, 1.0, given)
+    scale = powers_of(temperature)
+    asked = (at < length) & (drafts >= 0) & (drafts < V)
+    proposes = asked & (at < tl.where(one_hot == 0, length, 0))
+    used = tl.where(side == 0, at <= length, proposes)
+    peaks, totals = gather_rows(
+        max_ptr, sum_ptr, kept_ptr, cells, there, used, S, scale, SIDES * POSITIONS, SPLITS
+    )
+    bad = (i < length) & ((ids < 0) | (ids >= V))
+    bad = bad | (uniforms < 0) | (uniforms >= 1) | (uniforms != uniforms)
+    probs = tl.where(asked, 1.0, 0.0).to(tl.float64)
+    if sum_ptr is not None:
+        known = prob_at_drafts(logits, thresholds, asked & used, peaks, totals, scale)
+        probs = tl.where((side == 0) | used, known, probs)
+    p, q = probs, tl.where(drafted, 1.0, 0.0).to(tl.float64)
+    if SIDES == 2:
+        p, q = tl.split(tl.reshape(probs, (POSITIONS, 2)))
     best = ids
     proposed = ids
-    draft_peak, draft_total = peak, total
-    if draft_ptr is not None:
-        own = drafted & (i < tl.where(one_hot == 0, length, 0))
-        draft_peak, draft_total = gather_rows(
-            max_ptr, sum_ptr, kept_ptr, b * rows + K + 1, own, S, scale, POSITIONS, SPLITS
-        )
-        bad = bad | (own & (tl.abs(draft_peak) == float("inf")))
-    if sum_ptr is not None:
-        p = prob_at_drafts(
-            drafted_ptr, threshold_ptr, b * rows, drafted, peak, total, temperature, POSITIONS
-        )
-        if draft_ptr is not None:
-            drawn_q = prob_at_drafts(
-                drafted_ptr, threshold_ptr, b * rows + K + 1, own, draft_peak, draft_total,
-                temperature, POSITIONS,
-            )  # fmt: skip
-            q = tl.where(own, drawn_q, q)
     if sum_ptr is None or greedy:
-        best = lowest_best(max_ptr, best_ptr, b * rows, used, peak, S, V, POSITIONS, SPLITS)
+        peak, draft_peak = peaks, peaks
+        if SIDES == 2:
+            peak, draft_peak = tl.split(tl.reshape(peaks, (POSITIONS, 2)))
+        best = lowest_best(max_ptr, best_ptr, b * rows, i <= length, peak, S, V, POSITIONS, SPLITS)
         p = ((best == ids) & drafted).to(tl.float64)
         q = tl.where(drafted, 1.0, 0.0).to(tl.float64)
         if draft_ptr is not None:
+            own = drafted & (i < tl.where(one_hot == 0, length, 0))
             draft_best = lowest_best(
                 max_ptr, best_ptr, b * rows + K + 1, own, draft_peak, S, V, POSITIONS, SPLITS
             )
@@ -221,6 +277,11 @@ def resolve_kernel(
     drawn = beyond & (one_hot == 0)
     tiles = tl.cdiv(V, TILE)
     if sum_ptr is not None:
+        # A row without drafts has no sure token: no offset is -1.
+        sure = tl.where(
+            beyond & (one_hot != 0), tl.load(ids_ptr + b * K + n, mask=beyond, other=-1), -1
+        )
+        here = i == n
         threshold = tl.full((), -float("inf"), tl.float32)
         draft_threshold = threshold
         if threshold_ptr is not None:
@@ -229,44 +290,51 @@ def resolve_kernel(
                 draft_threshold = tl.load(
                     threshold_ptr + b * rows + K + 1 + n, mask=drawn, other=0.0
                 )
-        # A row without drafts has no sure token: no offset is -1.
-        sure = tl.where(
-            beyond & (one_hot != 0), tl.load(ids_ptr + b * K + n, mask=beyond, other=-1), -1
-        )
-        here = i == n
+        target_side = (side == 0) & (at == n)
+        draft_side = (side == SIDES - 1) & (at == n)
         n_peak, n_total, draft_n_peak, draft_n_total = four_sums(
-            tl.where(here, peak, 0.0).to(tl.float64),
-            tl.where(here, total, 0.0),
-            tl.where(here, draft_peak, 0.0).to(tl.float64),
-            tl.where(here, draft_total, 0.0),
+            tl.where(target_side, peaks, 0.0).to(tl.float64),
+            tl.where(target_side, totals, 0.0),
+            tl.where(draft_side, peaks, 0.0).to(tl.float64),
+            tl.where(draft_side, totals, 0.0),
         )
         n_lowest = lowest_of(n_peak, temperature, threshold)
-        shift = tl.log2(n_total)
         draft_lowest = lowest_of(draft_n_peak, temperature, draft_threshold)
-        draft_shift = tl.log2(draft_n_total)
+        draft_unit = tl.where(drawn, n_total / draft_n_total, n_total)
+        # Logits times the scale, less these. What they are rounded by all weights share.
+        offset, draft_offset = n_peak * scale, draft_n_peak * scale
+        few = tl.full((), -1, tl.int32)  # any token may come
+        if found_ptr is not None:
+            few = tl.load(found_ptr + b * rows + n)
+            if draft_ptr is not None:
+                theirs = tl.load(found_ptr + b * rows + K + 1 + n, mask=drawn, other=0)
+                few = tl.where(theirs < 0, -1, few)
         planes = batch.to(tl.int64) * tiles
-        if not greedy:
+        if (greedy == 0) & (few < 0):
             for tile in range(part, tiles, parts):
                 a, other = final_laws(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, tile, V, K, scale,
-                    n_peak, n_lowest, shift, draft_n_peak, draft_lowest, draft_shift, drawn, sure,
-                    TILE,
+                    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n,
+                    tile * TILE, V, K, scale,
+                    offset, n_lowest, draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
                 )  # fmt: skip
-                at = b.to(tl.int64) * tiles + tile
+                to = b.to(tl.int64) * tiles + tile
                 if beyond:
                     above = a > other
-                    sums = tl.join(
-                        tl.join(a, other),
-                        tl.join(tl.where(above, a, 0.0), tl.where(above, other, 0.0)),
-                    )
-                    two = tl.arange(0, 2)
-                    plane = two[:, None] + 2 * two[None, :]
-                    tl.store(partial_ptr + plane * planes + at, tl.sum(sums, axis=0))
-                    near = (tl.abs(a - other) <= BAND * other) & (other > 0)
-                    tl.store(close_ptr + at, tl.max(near.to(tl.int32), axis=0))
+                    draft_high = high_word(other)
+                    apart = (high_word(a) - draft_high + BAND).to(tl.uint32, bitcast=True)
+                    near = (apart <= 2 * BAND) & (draft_high > 0)
+                    whole, draft_whole, over, draft_over, close = four_sums_and_any(
+                        a, other, tl.where(above, a, 0.0), tl.where(above, other, 0.0),
+                        near.to(tl.int32),
+                    )  # fmt: skip
+                    tl.store(partial_ptr + to, whole)
+                    tl.store(partial_ptr + planes + to, draft_whole)
+                    tl.store(partial_ptr + 2 * planes + to, over)
+                    tl.store(partial_ptr + 3 * planes + to, draft_over)
+                    tl.store(close_ptr + to, close)
                 else:
-                    tl.store(partial_ptr + at, tl.sum(a, axis=0))
+                    tl.store(partial_ptr + to, tl.sum(a, axis=0))
             tl.debug_barrier()  # all of this program's numbers are written
             last = tl.atomic_add(arrived_ptr + b, 1) == parts - 1
     if last:
@@ -278,12 +346,25 @@ def resolve_kernel(
         log_q = tl.where(final & (i < length) & (proposed != best), -float("inf"), log_q)
         if sum_ptr is not None:
             if not greedy:
-                drawn_id, its_p, its_q = draw(
-                    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, partial_ptr, close_ptr,
-                    b, batch, n, beyond, last_uniform, V, K, scale, n_peak, n_lowest,
-                    shift, draft_n_peak, draft_lowest, draft_shift, drawn, sure, TILE, TILES,
-                )  # fmt: skip
+                drawn_id = tl.full((), 0, tl.int64)
+                its_p, its_q = n_total, n_total
+                if few < 0:
+                    drawn_id, its_p, its_q = draw(
+                        target_ptr, target_b, target_k, target_v,
+                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                        ids_ptr, one_hot_ptr, penalty_ptr, partial_ptr, close_ptr, b, batch, n,
+                        beyond, last_uniform, V, K, scale, offset, n_lowest,
+                        draft_offset, draft_lowest, draft_unit, drawn, sure, TILE, TILES,
+                    )  # fmt: skip
+                if found_ptr is not None:
+                    if few >= 0:
+                        first = (b * rows + n).to(tl.int64) * CANDIDATES
+                        drawn_id, its_p, its_q = draw_among(
+                            draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                            ids_ptr, penalty_ptr, few_ptr + first, few_ids_ptr + first, few, b, n,
+                            beyond, last_uniform, V, K, temperature, n_peak, n_lowest,
+                            draft_n_peak, draft_lowest, draft_n_total, drawn, sure, CANDIDATES,
+                        )  # fmt: skip
                 token = tl.where(here, drawn_id, token)
                 log_p = tl.where(here, log_or_minus_inf(its_p), log_p)
                 log_q = tl.where(here, log_or_minus_inf(its_q), log_q)
@@ -296,5 +377,7 @@ def resolve_kernel(
             lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr, top_k_ptr, top_p_ptr,
             min_p_ptr, b, K, length, draft_ptr is not None,
         )  # fmt: skip
+        lawless = used & (tl.abs(peaks) == float("inf"))
+        broken = broken | (tl.max(lawless.to(tl.int32), axis=0) > 0)
         broken = broken | (tl.max(bad.to(tl.int32), axis=0) > 0)
         tl.store(errors_ptr + b, broken.to(tl.int32))

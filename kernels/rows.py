@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ANY = tl.constexpr(2147483647)  # more than any token
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -70,16 +72,44 @@ def row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS: tl.con
 
 
 @triton.jit
+def rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V):
+    """top-k (0: off), top-p (1: off) and min-p (0: off) of row b."""
+    top_k = tl.full((), 0, tl.int64)
+    top_p = tl.full((), 1.0, tl.float64)
+    min_p = tl.full((), 0.0, tl.float64)
+    if top_k_ptr is not None:
+        top_k = tl.load(top_k_ptr + b).to(tl.int64)
+        top_k = tl.where((top_k > 0) & (top_k < V), top_k, 0)
+    if top_p_ptr is not None:
+        top_p = tl.load(top_p_ptr + b).to(tl.float64)
+    if min_p_ptr is not None:
+        min_p = tl.load(min_p_ptr + b).to(tl.float64)
+    return top_k, top_p, min_p
+
+
+@triton.jit
 def penalise(x, seen, penalty):
-    """Seen logits divided by the penalty where positive, else multiplied; IEEE float32."""
-    return tl.where(seen, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
+    """Seen logits divided by the penalty where positive, else multiplied; IEEE float32.
+
+    A quotient of two float32 lies 2^-49 of itself or more from where rounding to float32 turns, so
+    that one through float64 rounds alike, without a branch for every logit (quotients below 2^-126
+    may round otherwise). A product is exact.
+    """
+    wide = penalty.to(tl.float64)
+    factor = tl.where(x > 0, 1.0 / wide, wide)
+    return tl.where(seen, (x.to(tl.float64) * factor).to(tl.float32), x)
 
 
 @triton.jit
 def split_logits(
-    base_ptr, stride_v, offsets, V, counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position
-):
-    """Penalised float32 logits of one row at `offsets`, -inf past the vocabulary."""
+    base_ptr, stride_v, offsets, V, counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position,
+    low, high,
+):  # fmt: skip
+    """Penalised float32 logits of one row at `offsets`, -inf past the vocabulary.
+
+    No offset lies outside [low, high): most drafts are no token of a part of the vocabulary, and
+    then none of it is compared with them.
+    """
     inside = offsets < V
     at = offsets.to(tl.int64)
     x = tl.load(base_ptr + at * stride_v, mask=inside, other=-float("inf")).to(tl.float32)
@@ -90,7 +120,10 @@ def split_logits(
             if counts_ptr is not None:
                 seen = tl.load(counts_ptr + at * counts_v, mask=inside, other=0) > 0
             for j in range(0, position):  # counts grow along the draft prefix
-                seen = seen | (offsets == tl.load(ids_ptr + b * K + j))
+                token = tl.load(ids_ptr + b * K + j).to(tl.int32)
+                # A loop, since the compiler would turn a branch into work for every logit.
+                for _ in range(0, ((token >= low) & (token < high)).to(tl.int32)):
+                    seen = seen | (offsets == token)
             x = penalise(x, seen, penalty)
     return x
 
@@ -98,7 +131,7 @@ def split_logits(
 @triton.jit
 def position_logits(
     base_ptr, base_b, base_k, base_v, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr,
-    b, position, offsets, V, K,
+    b, position, offsets, V, K, low=0, high=ANY,
 ):  # fmt: skip
     """Penalised logits of one model's row at a position."""
     wide, at = b.to(tl.int64), position.to(tl.int64)
@@ -106,7 +139,7 @@ def position_logits(
         counts_ptr += wide * counts_b
     return split_logits(
         base_ptr + wide * base_b + at * base_k, base_v, offsets, V,
-        counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position,
+        counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position, low, high,
     )  # fmt: skip
 
 
@@ -114,17 +147,32 @@ def position_logits(
 def row_logits(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets, V, K,
+    low=0, high=ANY,
 ):  # fmt: skip
     """Penalised logits of a numbered row, the target's or the drafter's."""
-    if draft_ptr is None or row <= K:
+    if draft_ptr is None:
         x = position_logits(
             target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
-            ids_ptr, penalty_ptr, b, position, offsets, V, K,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K, low, high,
+        )  # fmt: skip
+    elif target_ptr.dtype == draft_ptr.dtype:
+        # One copy of the code for both; strides of 1 are known to the compiler and stay so.
+        drafter = (row > K).to(tl.int64)
+        x = position_logits(
+            tl.where(row > K, draft_ptr, target_ptr),
+            target_b + drafter * (draft_b - target_b), target_k + drafter * (draft_k - target_k),
+            target_v + drafter * (draft_v - target_v), counts_ptr, counts_b, counts_v,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K, low, high,
+        )  # fmt: skip
+    elif row <= K:
+        x = position_logits(
+            target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K, low, high,
         )  # fmt: skip
     else:
         x = position_logits(
             draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-            ids_ptr, penalty_ptr, b, position, offsets, V, K,
+            ids_ptr, penalty_ptr, b, position, offsets, V, K, low, high,
         )  # fmt: skip
     return x
 

@@ -11,9 +11,11 @@ Each rule keeps the logits z at or above one value t of its row. With w(v) = exp
 and a row's threshold is the largest of the three, so that ties are kept and -inf never is.
 
   cut      one program a row. Launch 1 left the maximum of every GROUP tokens; all logits at or
-           above the GROUPS_READ-th largest of these lie in as many groups. Those are read again,
-           what is at or above that edge is packed (CANDIDATES at most), and the rules are decided
-           among the few by comparing all with all. top-k up to GROUPS_READ is always decided here.
+           above the GROUPS_READ-th largest of these lie in as many groups (a short top-k needs
+           few more groups than it keeps tokens). Those are read again, what is at or above that
+           edge is packed (CANDIDATES at most), and the rules are decided among the few by comparing
+           all with all. Launch 2 draws from these. top-k up to GROUPS_READ is decided here, but
+           where many tie.
   search   one program a row, which leaves at once where cut decided. Else (a flat law, a long
            top-k, many ties) it looks for t by bisection, and walks the row for each step.
 
@@ -29,13 +31,23 @@ from torch import Tensor
 
 from kernels.launching import launch
 from kernels.overlap import follow, options
-from kernels.rows import Call, Rules, key_value, order_key, row_logits, row_peak, row_position
+from kernels.rows import (
+    Call,
+    Rules,
+    key_value,
+    order_key,
+    row_logits,
+    row_peak,
+    row_position,
+    rules_of,
+)
 from kernels.stats import GROUP, Statistics
 from kernels.weights import LOWEST, lowest_of, powers_of, weights
 
 GROUPS_READ = 128
 CANDIDATES = 512
-CUT_WARPS = 8
+READ, CUT_WARPS, CUT_REGISTERS = 4096, 16, 128  # tokens of these that are read at a time
+FEW = 128  # candidates that are compared at once
 STRIDE, SEARCH_WARPS = 4096, 16  # tokens of a row that search looks at together
 CHUNK = tl.constexpr(32)  # candidates that all are compared with at a time
 UNDECIDED = float("nan")
@@ -47,22 +59,12 @@ class Cut:
 
     thresholds: Tensor  # [B, rows] float32; -inf: all
     masses: Tensor  # [B, rows] float64, of what is kept, its largest weight being 1; -1: not known
+    counts: Tensor  # [B, rows] int32, tokens among which all that is kept is; -1: anywhere
+    logits: Tensor  # [B, rows, CANDIDATES] float32, penalised, of these tokens
+    ids: Tensor  # [B, rows, CANDIDATES] int32, ascending
 
-
-@triton.jit
-def rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V):
-    """top-k (0: off), top-p (1: off) and min-p (0: off) of row b."""
-    top_k = tl.full((), 0, tl.int64)
-    top_p = tl.full((), 1.0, tl.float64)
-    min_p = tl.full((), 0.0, tl.float64)
-    if top_k_ptr is not None:
-        top_k = tl.load(top_k_ptr + b).to(tl.int64)
-        top_k = tl.where((top_k > 0) & (top_k < V), top_k, 0)
-    if top_p_ptr is not None:
-        top_p = tl.load(top_p_ptr + b).to(tl.float64)
-    if min_p_ptr is not None:
-        min_p = tl.load(min_p_ptr + b).to(tl.float64)
-    return top_k, top_p, min_p
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.thresholds, self.masses, self.counts, self.logits, self.ids
 
 
 @triton.jit
@@ -79,29 +81,101 @@ def row_total(max_ptr, sum_ptr, cell, S, scale, SPLITS: tl.constexpr):
     maxima = tl.load(max_ptr + at, mask=s < S, other=-float("inf"))
     sums = tl.load(sum_ptr + at, mask=s < S, other=0.0)
     peak = tl.max(maxima, axis=0)
-    factor = weights(maxima, tl.minimum(tl.maximum(peak, LOWEST), -LOWEST), LOWEST, scale, 0.0)
+    factor = weights(maxima, tl.minimum(tl.maximum(peak, LOWEST), -LOWEST), LOWEST, scale)
     return peak, tl.sum(tl.where(sums > 0, sums * factor, 0.0), axis=0)
 
 
 @triton.jit
-def group_edge(keys, highest, CAP: tl.constexpr):
-    """A key that at most CAP of `keys` reach, as low as need be: nearly CAP do, if ties allow."""
-    low = tl.full((), -2139095040, tl.int64)  # the key of the least float32 above -inf
+def group_edge(keys, highest, enough, most, CAP: tl.constexpr):
+    """A key that `enough` of `keys` reach, `most` if ties allow, CAP at most; is it below all?"""
+    bottom = tl.full((), -2139095040, tl.int64)  # the key of the least float32 above -inf
+    low = bottom
     high = highest.to(tl.int64) + 1
-    reached = tl.full((), 0, tl.int32)
-    everything = tl.sum((keys >= low.to(tl.int32)).to(tl.int32), axis=0)
-    if everything <= CAP:
+    reached = tl.full((), 0, tl.int32)  # by `high`; never more than `most`
+    beyond = tl.sum((keys >= low.to(tl.int32)).to(tl.int32), axis=0)  # reach `low`
+    if beyond <= most:
         high = low
-        reached = everything
-    while (high - low > 1) & (reached < CAP - CAP // 8):
-        middle = (low + high) // 2
-        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), axis=0)
-        if count <= CAP:
-            high = middle
+        reached = beyond
+    while (high - low > 1) & (reached < enough):
+        # Two keys at a time: what takes time is that threads meet.
+        third = tl.maximum((high - low) // 3, 1)
+        lower, upper = low + third, high - third
+        counts = tl.sum(
+            (keys >= lower.to(tl.int32)).to(tl.int32)
+            + ((keys >= upper.to(tl.int32)).to(tl.int32) << 16),
+            axis=0,
+        )
+        count, fewer = counts & 65535, counts >> 16
+        if count <= most:
+            high = lower
             reached = count
+        elif fewer <= most:
+            low = lower
+            beyond = count
+            high = upper
+            reached = fewer
         else:
-            low = middle
-    return high.to(tl.int32), everything <= CAP
+            low = upper
+            beyond = fewer
+    if (reached < enough) & (beyond <= CAP):  # a tie lies across `most`
+        high = low
+    return high.to(tl.int32), high == bottom
+
+
+@triton.jit
+def decide(
+    packed_ptr, weight_ptr, count, whole, total, top_k, top_p, min_p, peak, temperature, edge,
+    PACKED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Threshold and kept mass from the `count` logits at or above `edge`; a mass of NaN: unknown.
+
+    `whole`: nothing of the row lies below the edge. The weights are kept at `weight_ptr`.
+    """
+    d = tl.arange(0, PACKED)
+    alive = d < count
+    z = tl.load(packed_ptr + d, mask=alive, other=-float("inf"))
+    kept = alive
+    decided = (count > 0) & (count <= PACKED)
+    sure = whole  # nothing below the edge could be kept
+    last = tl.minimum(count, PACKED)
+    if top_k > 0:
+        above = tl.zeros((PACKED,), tl.int32)
+        for start in range(0, last, CHUNK):
+            j = start + tl.arange(0, CHUNK)
+            other = tl.load(packed_ptr + j, mask=j < last, other=-float("inf"))
+            above += tl.sum((other[:, None] >= z[None, :]).to(tl.int32), axis=0)
+        enough = alive & (above >= top_k)
+        least = tl.max(tl.where(enough, z, -float("inf")), axis=0)
+        kept = kept & (z >= least)
+        decided = decided & ((count >= top_k) | whole)
+        sure = sure | (count >= top_k)
+    w = tl.where(kept, exact_weights(tl.where(kept, z, peak), peak, temperature), 0.0)
+    if top_p < 1:
+        tl.store(weight_ptr + d, w)
+        tl.debug_barrier()
+        mass = tl.zeros((PACKED,), tl.float64)
+        for start in range(0, last, CHUNK):
+            j = start + tl.arange(0, CHUNK)
+            other = tl.load(packed_ptr + j, mask=j < last, other=-float("inf"))
+            theirs = tl.load(weight_ptr + j, mask=j < last, other=0.0)
+            mass += tl.sum(tl.where(other[:, None] >= z[None, :], theirs[:, None], 0.0), axis=0)
+        whole_mass = tl.where(sure, tl.max(tl.where(kept, mass, 0.0), axis=0), total)
+        enough = kept & (mass >= top_p * whole_mass)
+        least = tl.max(tl.where(enough, z, -float("inf")), axis=0)
+        decided = decided & (sure | (least > -float("inf")))
+        sure = sure | (least > -float("inf"))
+        kept = kept & (z >= least)
+    if min_p > 0:
+        heavy = kept & (w >= min_p)
+        # What is kept ends above the edge, or everything at the edge is kept so far.
+        fewer = tl.max((kept & ~heavy).to(tl.int32), axis=0) > 0
+        decided = decided & (sure | fewer)
+        kept = heavy
+    threshold = tl.min(tl.where(kept, z, float("inf")), axis=0)
+    if not decided:  # what search may begin with: too little lies at or above the edge
+        threshold = tl.where(count <= PACKED, key_value(edge), float("inf"))
+    kept_mass = tl.sum(tl.where(kept, w, 0.0), axis=0)
+    return threshold, tl.where(decided, kept_mass, float("nan")), decided
 
 
 @triton.jit
@@ -109,98 +183,75 @@ def cut_kernel(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr,
     penalty_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, sum_ptr, groups_ptr, list_ptr,
-    packed_ptr, weight_ptr, threshold_ptr, kept_ptr, V, K, S, G,
+    packed_ptr, packed_ids_ptr, weight_ptr, found_ptr, threshold_ptr, kept_ptr, V, K, S, G,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    CAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    CAP: tl.constexpr, READ: tl.constexpr, FEW: tl.constexpr, PACKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Threshold and kept mass of one row, from the groups of tokens that hold its largest."""
     if OVERLAP > 0:
         follow()
     row, b = tl.program_id(0), tl.program_id(1)
-    position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
+    cell = (b * tl.num_programs(0) + row).to(tl.int64)
+    # Asked for before it is known whether the row is in use.
+    g = tl.arange(0, GROUPS)
+    tops = tl.load(groups_ptr + cell * G + g, mask=g < G, other=-float("inf"))
     temperature = tl.load(temperature_ptr + b).to(tl.float64)
+    top_k, top_p, min_p = rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V)
+    position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
     if (position >= 0) & (temperature != 0):
-        cell = (b * tl.num_programs(0) + row).to(tl.int64)
-        top_k, top_p, min_p = rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V)
         threshold = tl.full((), -float("inf"), tl.float32)
         kept_mass = tl.full((), -1.0, tl.float64)
+        candidates = tl.full((), -1, tl.int32)
         if (top_k > 0) | (top_p < 1) | (min_p > 0):
             peak, total = row_total(max_ptr, sum_ptr, cell, S, powers_of(temperature), SPLITS)
-            g = tl.arange(0, GROUPS)
-            tops = tl.load(groups_ptr + cell * G + g, mask=g < G, other=-float("inf"))
             keys = order_key(tops)
-            edge, whole = group_edge(keys, order_key(peak), CAP)
+            # A short top-k needs as many groups as it keeps tokens.
+            short = (top_k > 0) & (top_k <= CAP)
+            enough = tl.where(short, top_k, CAP - CAP // 8).to(tl.int32)
+            most = tl.where(short, tl.minimum(top_k + tl.maximum(top_k // 4, 4), CAP), CAP)
+            most = most.to(tl.int32)
+            edge, whole = group_edge(keys, order_key(peak), enough, most, CAP)
             read = keys >= edge
             slot = tl.cumsum(read.to(tl.int32), axis=0) - 1
             tl.store(list_ptr + cell * CAP + slot, g, mask=read)
             num_read = tl.sum(read.to(tl.int32), axis=0)
             tl.debug_barrier()
-            c = tl.arange(0, CAP * GROUP)
-            there = c // GROUP < num_read
-            group = tl.load(list_ptr + cell * CAP + c // GROUP, mask=there, other=0)
-            x = row_logits(
-                target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-                tl.where(there, group * GROUP + c % GROUP, V), V, K,
-            )  # fmt: skip
-            found = (order_key(x) >= edge) & (x > -float("inf"))
-            slot = tl.cumsum(found.to(tl.int32), axis=0) - 1
-            count = tl.sum(found.to(tl.int32), axis=0)
-            tl.store(packed_ptr + cell * PACKED + slot, x, mask=found & (slot < PACKED))
+            count = tl.full((), 0, tl.int32)
+            for start in range(0, num_read * GROUP, READ):
+                # Whole groups side by side: 16 bytes of a row at a time.
+                place = start // GROUP + tl.arange(0, READ // GROUP)
+                group = tl.load(list_ptr + cell * CAP + place, mask=place < num_read, other=G)
+                offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+                x = row_logits(
+                    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
+                    offsets, V, K,
+                )  # fmt: skip
+                x = tl.reshape(x, (READ,))
+                offsets = tl.reshape(offsets, (READ,))
+                found = (order_key(x) >= edge) & (x > -float("inf"))
+                at = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
+                fits = found & (at < PACKED)
+                tl.store(packed_ptr + cell * PACKED + at, x, mask=fits)
+                tl.store(packed_ids_ptr + cell * PACKED + at, offsets, mask=fits)
+                count += tl.sum(found.to(tl.int32), axis=0)
             tl.debug_barrier()
-            d = tl.arange(0, PACKED)
-            alive = d < count
-            z = tl.load(packed_ptr + cell * PACKED + d, mask=alive, other=-float("inf"))
-            kept = alive
-            decided = (count > 0) & (count <= PACKED)
-            sure = whole  # nothing below the edge could be kept
-            last = tl.minimum(count, PACKED)
-            if top_k > 0:
-                above = tl.zeros((PACKED,), tl.int32)
-                for start in range(0, last, CHUNK):
-                    j = start + tl.arange(0, CHUNK)
-                    other = tl.load(
-                        packed_ptr + cell * PACKED + j, mask=j < last, other=-float("inf")
-                    )
-                    above += tl.sum((other[:, None] >= z[None, :]).to(tl.int32), axis=0)
-                enough = alive & (above >= top_k)
-                least = tl.max(tl.where(enough, z, -float("inf")), axis=0)
-                kept = kept & (z >= least)
-                decided = decided & ((count >= top_k) | whole)
-                sure = sure | (count >= top_k)
-            w = tl.where(kept, exact_weights(tl.where(kept, z, peak), peak, temperature), 0.0)
-            if top_p < 1:
-                tl.store(weight_ptr + cell * PACKED + d, w)
-                tl.debug_barrier()
-                mass = tl.zeros((PACKED,), tl.float64)
-                for start in range(0, last, CHUNK):
-                    j = start + tl.arange(0, CHUNK)
-                    other = tl.load(
-                        packed_ptr + cell * PACKED + j, mask=j < last, other=-float("inf")
-                    )
-                    theirs = tl.load(weight_ptr + cell * PACKED + j, mask=j < last, other=0.0)
-                    mass += tl.sum(
-                        tl.where(other[:, None] >= z[None, :], theirs[:, None], 0.0), axis=0
-                    )
-                whole_mass = tl.where(sure, tl.max(tl.where(kept, mass, 0.0), axis=0), total)
-                enough = kept & (mass >= top_p * whole_mass)
-                least = tl.max(tl.where(enough, z, -float("inf")), axis=0)
-                decided = decided & (sure | (least > -float("inf")))
-                sure = sure | (least > -float("inf"))
-                kept = kept & (z >= least)
-            if min_p > 0:
-                heavy = kept & (w >= min_p)
-                # What is kept ends above the edge, or everything at the edge is kept so far.
-                fewer = tl.max((kept & ~heavy).to(tl.int32), axis=0) > 0
-                decided = decided & (sure | fewer)
-                kept = heavy
-            threshold = tl.min(tl.where(kept, z, float("inf")), axis=0)
-            if not decided:  # what search may begin with: too little lies at or above the edge
-                threshold = tl.where(count <= PACKED, key_value(edge), float("inf"))
-            kept_mass = tl.sum(tl.where(kept, w, 0.0), axis=0)
-            kept_mass = tl.where(decided, kept_mass, float("nan"))
+            packed, kept_weights = packed_ptr + cell * PACKED, weight_ptr + cell * PACKED
+            if count <= FEW:
+                threshold, kept_mass, decided = decide(
+                    packed, kept_weights, count, whole, total, top_k, top_p, min_p, peak,
+                    temperature, edge, FEW, CHUNK,
+                )  # fmt: skip
+            else:
+                threshold, kept_mass, decided = decide(
+                    packed, kept_weights, count, whole, total, top_k, top_p, min_p, peak,
+                    temperature, edge, PACKED, CHUNK,
+                )  # fmt: skip
+            candidates = tl.where(decided, count, -1)
         tl.store(threshold_ptr + cell, threshold)
         tl.store(kept_ptr + cell, kept_mass)
+        tl.store(found_ptr + cell, candidates)
 
 
 @triton.jit
@@ -217,7 +268,7 @@ def count_from(
         x = row_logits(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
             counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-            start + tl.arange(0, STRIDE), V, K,
+            start + tl.arange(0, STRIDE), V, K, start, start + STRIDE,
         )  # fmt: skip
         keys = order_key(x)
         reached = keys >= key
@@ -242,11 +293,11 @@ def mass_from(
         x = row_logits(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
             counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-            start + tl.arange(0, STRIDE), V, K,
+            start + tl.arange(0, STRIDE), V, K, start, start + STRIDE,
         )  # fmt: skip
         keys = order_key(x)
         reached = keys >= key
-        w = weights(x, peak, lowest, powers_of(temperature), 0.0)
+        w = weights(x, peak, lowest, powers_of(temperature))
         mass += tl.where(reached, w, 0.0)
         least = tl.where(reached, tl.minimum(least, keys), least)
         below = tl.where(reached, below, tl.maximum(below, keys))
@@ -352,15 +403,19 @@ def truncate(call: Call, stats: Statistics, rules: Rules) -> Cut:
     cut = Cut(
         torch.empty(batch, rows, device=device),
         torch.empty(batch, rows, dtype=torch.float64, device=device),
+        torch.empty(batch, rows, dtype=torch.int32, device=device),
+        torch.empty(batch, rows, CANDIDATES, device=device),
+        torch.empty(batch, rows, CANDIDATES, dtype=torch.int32, device=device),
     )
-    packed = torch.empty(batch, rows, CANDIDATES, device=device)
+    groups_read = torch.empty(batch, rows, read, dtype=torch.int32, device=device)
     sizes = {name: call.blocks[name] for name in ("POSITIONS", "SPLITS")} | options(device)
     launch(
         cut_kernel, (rows, batch), *call.row_args, *rules.tensors(), stats.maxima, stats.sums,
-        stats.groups, torch.empty(batch, rows, read, dtype=torch.int32, device=device), packed,
-        torch.empty_like(packed, dtype=torch.float64), cut.thresholds, cut.masses, *call.sizes,
-        groups, GROUP=group, GROUPS=triton.next_power_of_2(groups), CAP=read, PACKED=CANDIDATES,
-        num_warps=CUT_WARPS, **sizes,
+        stats.groups, groups_read, cut.logits, cut.ids,
+        torch.empty_like(cut.logits, dtype=torch.float64), cut.counts, cut.thresholds, cut.masses,
+        *call.sizes, groups, GROUP=group, GROUPS=triton.next_power_of_2(groups), CAP=read,
+        READ=min(READ, read * group), FEW=min(FEW, CANDIDATES), PACKED=CANDIDATES,
+        num_warps=CUT_WARPS, maxnreg=CUT_REGISTERS, **sizes,
     )  # fmt: skip
     launch(
         search_kernel, (rows, batch), *call.row_args, *rules.tensors(), stats.maxima,

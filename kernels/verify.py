@@ -29,14 +29,15 @@ from kernels.launching import launch
 from kernels.overlap import options
 from kernels.resolve import resolve_kernel
 from kernels.rows import Call, Rules
+from kernels.sizes import sizes
 from kernels.stats import row_statistics
 from kernels.truncate import truncate
 from kernels.types import Verification
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK, WARPS = 8192, 8  # launch 1: tokens of a split, at most, and the warps that share them
-TILE, TILE_WARPS = 1024, 4  # launch 2
-PROGRAMS = 384  # of launch 2, where there are tiles for them: as many as are under way at once
+# Of all batches, since the order of sums follows from these; the rest is in kernels/sizes.py.
+BLOCK, WARPS = 8192, 4  # launch 1: tokens of a split, at most, and the warps that share them
+TILE, TILE_WARPS = 2048, 8  # launch 2
 
 
 def block_size(vocab: int) -> int:
@@ -141,16 +142,21 @@ def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tens
         close = torch.empty(batch, tiles, dtype=torch.int32, device=device)
     verification = Verification.unwritten(batch, width, device)
     errors = torch.empty(batch, dtype=torch.int32, device=device)
-    parts = 1 if call.greedy else min(tiles, triton.cdiv(PROGRAMS, batch))
+    chosen = sizes(batch)
+    # One wave of programs: a second one with few of them would take as long as the first.
+    parts = 1 if call.greedy else min(tiles, max(1, chosen.programs // batch))
     launch(
         resolve_kernel, (parts, batch), *call.row_args, *rules.tensors(),
         stats.maxima, stats.best, stats.sums, stats.drafted,
-        None if cut is None else cut.thresholds, None if cut is None else cut.masses,
+        *((None,) * 5 if cut is None else cut.tensors()),
         inputs.uniforms.contiguous(), partial, close, stats.arrived,
         verification.token_ids, verification.num_accepted, verification.target_logprobs,
         verification.draft_logprobs, errors, *call.sizes,
-        POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"], TILE=tile,
-        TILES=triton.next_power_of_2(tiles), num_warps=TILE_WARPS, **options(device),
+        POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"],
+        SIDES=1 if call.row_args[4] is None else 2, TILE=tile,
+        TILES=triton.next_power_of_2(tiles),
+        CANDIDATES=1 if cut is None else cut.ids.shape[-1], num_warps=TILE_WARPS,
+        maxnreg=chosen.tile_registers, **options(device),
     )  # fmt: skip
     return verification, errors
 

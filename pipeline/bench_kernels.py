@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -337,15 +337,21 @@ def main() -> None:
 
 def verification_parts(out: Path, asked: list[str]) -> None:
     """Run the parts named, log what they found and write it to FOLDER/NAME.json."""
-    from pipeline import bench_verification as bench  # which is made of this module's parts
+    # Made of this module's parts.
+    from pipeline.bench_sizes import best_lines, sweep
+    from pipeline.bench_verification import agreement, headline, lines
 
+    parts: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Iterable[str]]]] = {
+        "headline": (headline, lines),
+        "agreement": (agreement, lambda found: [str(found)]),
+        "sweep": (sweep, best_lines),
+    }
     for name in asked:
         start = time.perf_counter()
-        found = getattr(bench, name)()
+        measure, say = parts[name]
+        found = measure(out)
         (out / f"{name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-        log.info(
-            "%s, %.0f s\n%s", name, time.perf_counter() - start, "\n".join(bench.said(name, found))
-        )
+        log.info("%s, %.0f s\n%s", name, time.perf_counter() - start, "\n".join(say(found)))
 
 
 if __name__ == "__main__":

@@ -5,22 +5,22 @@ of its own, so that drafts are kept and rejected as they come. At batch 64 the l
 exceed the cache several times over. The share of bandwidth counts every logit in use once.
 """
 
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
-from kernels import overlap, truncate, verify
-from kernels.launching import collected, compile_all
+from kernels import overlap, verify
 from kernels.reference import verify as reference
+from pipeline.bench_compiling import Job, prepare
 from pipeline.bench_kernels import (
     Call,
     allowed,
@@ -36,65 +36,37 @@ log = logging.getLogger(__name__)
 VOCAB, NUM_DRAFT = 151_936, 4
 CASES = ((1, "temperature"), (1, "all rules"), (64, "temperature"), (64, "all rules"))
 TURNS = {1: 16, 64: 3}  # calls in turn; 64 rows in three sets are 525 MB
-COMPILERS = 12  # threads
-CONSTANTS = {"BLOCK": verify, "WARPS": verify, "TILE": verify, "TILE_WARPS": verify,
-             "PROGRAMS": verify, "GROUPS_READ": truncate, "CUT_WARPS": truncate}  # fmt: skip
-SPLITS = [
-    {"BLOCK": block, "WARPS": warps}
-    for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (8192, 16))
-]
-TILES = [
-    {"TILE": tile, "TILE_WARPS": warps, "PROGRAMS": programs}
-    for tile, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8))
-    for programs in (264, 384, 528, 1056)
-]
-CUTS = [
-    {"GROUPS_READ": read, "CUT_WARPS": warps}
-    for read, warps in ((64, 4), (64, 8), (128, 4), (128, 8), (128, 16))
-]
 
 
-def calls_of(batch: int, mode: str) -> list[Call]:
+def calls_of(batch: int, mode: str, turns: int | None = None) -> list[Call]:
     """Calls in turn, each with logits and draws of its own, all on the device."""
     make = partial(make_call, VOCAB, NUM_DRAFT, batch, torch.bfloat16, mode)
-    return [on_device(make(seed=seed)) for seed in range(TURNS[batch])]
+    return [on_device(make(seed=seed)) for seed in range(turns or TURNS[batch])]
 
 
-def compiled(calls: Sequence[Call]) -> None:
-    """Compile what these calls launch, on several cores."""
-    with collected() as launches:
-        for call in calls:
-            run(verify.verify, call, check=False)
-    compile_all(launches, torch.device("cuda"), COMPILERS)
-
-
-def headline() -> dict[str, Any]:
-    """Microseconds of a verification and of its kernels, with and without early starts."""
-    bandwidth = copy_bandwidth()
-    found = []
+def headline(out: Path) -> dict[str, Any]:
+    """Microseconds of a verification and of its kernels."""
+    found: dict[str, Any] = {"copy_bandwidth": copy_bandwidth(), "cases": []}
+    prepare([Job(partial(calls_of, 1, mode, 1)) for mode in ("temperature", "all rules")])
     for batch, mode in CASES:
         calls = calls_of(batch, mode)
-        for early in ("off", "launch"):
-            overlap.use(early)
-            compiled(calls[:1])
-            spent = [microseconds(calls, mode, None) for _ in range(3)]
-            kept = [run(verify.verify, call, check=False).num_accepted for call in calls]
-            found.append(
-                {
-                    "batch": batch,
-                    "mode": mode,
-                    "overlap": early,
-                    "microseconds": round(median(spent), 2),
-                    "readings": [round(value, 2) for value in spent],
-                    "bandwidth_share": round(
-                        num_bytes(calls[0]) / (median(spent) * 1e-6) / bandwidth, 3
-                    ),
-                    "accepted": round(mean(float(n.double().mean()) for n in kept), 2),
-                    "kernels": kernel_times(calls),
-                }
-            )
-        overlap.use("off")
-    return {"copy_bandwidth": bandwidth, "cases": found}
+        spent = [microseconds(calls, mode, None) for _ in range(3)]
+        kept = [run(verify.verify, call, check=False).num_accepted for call in calls]
+        share = num_bytes(calls[0]) / (median(spent) * 1e-6) / found["copy_bandwidth"]
+        row = {
+            "batch": batch,
+            "mode": mode,
+            "overlap": overlap.mode_in_use(),
+            "microseconds": round(median(spent), 2),
+            "readings": [round(value, 2) for value in spent],
+            "bandwidth_share": round(share, 3),
+            "accepted": round(mean(float(n.double().mean()) for n in kept), 2),
+            "kernels": kernel_times(calls),
+        }
+        found["cases"].append(row)
+        (out / "headline.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        log.info("%s", line(row))
+    return found
 
 
 def num_bytes(call: Call) -> int:
@@ -116,58 +88,56 @@ def kernel_times(calls: Sequence[Call]) -> dict[str, float]:
     return {name: round(median(times), 2) for name, times in spent.items()}
 
 
-@contextmanager
-def constants(values: Mapping[str, int]) -> Iterator[None]:
-    """Other block sizes, warps and programs, for as long as this lasts."""
-    before = {name: getattr(CONSTANTS[name], name) for name in values}
-    for name, value in values.items():
-        setattr(CONSTANTS[name], name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(CONSTANTS[name], name, value)
+SHAPES = ((7, torch.float32), (1000, torch.float16), (VOCAB, torch.bfloat16))
+ROWS = 16  # of a call
+KINDS = ("temperature", "greedy", "lookup", "all rules", "nearly equal")  # of what is compiled
 
 
-def sweep() -> list[dict[str, Any]]:
-    """Microseconds of every choice of sizes, one kernel's varied at a time."""
-    rows: list[dict[str, Any]] = []
-    for batch in (1, 64):
-        for mode, choices in (("temperature", [*SPLITS, *TILES]), ("all rules", CUTS)):
-            calls = calls_of(batch, mode)
-            for choice in choices:
-                with constants(choice):
-                    rows.append({"batch": batch, "mode": mode, **choice, **_timed(calls, mode)})
-    return rows
-
-
-def _timed(calls: Sequence[Call], mode: str) -> dict[str, Any]:
-    try:
-        compiled(calls[:1])
-        return {"microseconds": round(microseconds(list(calls), mode, None), 2)}
-    except (RuntimeError, TritonError) as error:  # sizes that are refused are an answer too
-        return {"microseconds": None, "refused": str(error).strip().splitlines()[0][:200]}
-
-
-def agreement(vocabularies: Sequence[int] = (7, 1000, 32_000, VOCAB)) -> dict[str, Any]:
+def agreement(out: Path, shapes: Sequence[tuple[int, torch.dtype]] = SHAPES) -> dict[str, Any]:
     """Rows compared with the float64 specification, those that differ, and those not allowed to."""
-    counts = {"rows": 0, "differ": 0, "wrong": 0}
-    wrong: list[str] = []
-    for vocab, dtype in product(vocabularies, (torch.bfloat16, torch.float32)):
+    counts: dict[str, Any] = {"rows": 0, "rejected": 0, "differ": 0, "wrong": 0, "which": []}
+    prepare([Job(partial(named_call, *shape, name)) for shape in shapes for name in KINDS])
+    for vocab, dtype in shapes:
         for name, call in hard_calls(vocab, dtype):
+            call = _alike(call)
             want, got = run(reference, call), run(verify.verify, call)
             differ = (want.token_ids != got.token_ids).any(-1).nonzero()[:, 0].tolist()
             bad = [row for row in differ if not allowed(call, want, got, row)]
             counts["rows"] += len(want.num_accepted)
+            counts["rejected"] += int((want.num_accepted < NUM_DRAFT).sum())
             counts["differ"] += len(differ)
             counts["wrong"] += len(bad)
-            wrong += [f"V={vocab} {dtype} {name}: row {row}" for row in bad]
-    return {**counts, "which": wrong[:20]}
+            counts["which"] += [f"V={vocab} {dtype} {name}: row {row}" for row in bad]
+        (out / "agreement.json").write_text(json.dumps(counts, indent=1), encoding="utf-8")
+        log.info("up to V=%d, %s: %s", vocab, dtype, counts)
+    return counts
+
+
+def named_call(vocab: int, dtype: torch.dtype, name: str) -> list[Call]:
+    """The hard call of that name."""
+    return [_alike(next(call for given, call in hard_calls(vocab, dtype) if given == name))]
+
+
+def _alike(call: Call) -> Call:
+    """The call with a value for every rule where it has one, so that few kernels are compiled."""
+    if not {"top_k", "top_p", "min_p"} & call.keys():
+        return call
+    batch, device = len(call["temperature"]), call["target_logits"].device
+    neutral = {
+        "top_k": torch.zeros(batch, dtype=torch.int64),
+        "top_p": torch.ones(batch, dtype=torch.float64),
+        "min_p": torch.zeros(batch, dtype=torch.float64),
+        "repetition_penalty": torch.ones(batch),
+        "seen_token_counts": torch.zeros(
+            call["target_logits"].shape[::2], dtype=torch.int32, device=device
+        ),
+    }
+    return on_device(neutral | call)
 
 
 def hard_calls(vocab: int, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
-    """Calls of 16 rows: what is common, and what is hard to get right."""
-    batch = 16
+    """Calls of ROWS rows: what is common, and what is hard to get right."""
+    batch = ROWS
     for mode, seed in product(("temperature", "greedy", "lookup", "all rules"), range(2)):
         yield mode, make_call(vocab, NUM_DRAFT, batch, dtype, mode, seed=seed)
     plain = make_call(vocab, NUM_DRAFT, batch, dtype, "temperature", seed=9)
@@ -208,29 +178,14 @@ def nearly_equal(call: Call, noise: float) -> Call:
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """What headline() found, for people."""
     yield f"copy {found['copy_bandwidth'] / 1e12:.2f} TB/s, V={VOCAB}, K={NUM_DRAFT}, bfloat16"
-    for row in found["cases"]:
-        kernels = ", ".join(f"{name} {spent}" for name, spent in row["kernels"].items())
-        yield (
-            f"B={row['batch']} {row['mode']}, overlap {row['overlap']}: {row['microseconds']} us "
-            f"{row['readings']}, {100 * row['bandwidth_share']:.0f}% of copy bandwidth, "
-            f"{row['accepted']} accepted; {kernels}"
-        )
+    yield from map(line, found["cases"])
 
 
-def best_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What sweep() found, fastest first among those that vary the same sizes."""
-    measured = {"batch", "mode", "microseconds", "refused"}
-
-    def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        varied = sorted(row.keys() - measured)
-        return row["batch"], row["mode"], varied, row["microseconds"] or float("inf")
-
-    for row in sorted(rows, key=place):
-        yield " ".join(f"{name}={value}" for name, value in row.items())
-
-
-def said(name: str, found: Any) -> list[str]:
-    """What a part found, for people."""
-    if name == "headline":
-        return list(lines(found))
-    return list(best_lines(found)) if name == "sweep" else [str(found)]
+def line(row: Mapping[str, Any]) -> str:
+    """One case of headline()."""
+    kernels = ", ".join(f"{name} {spent}" for name, spent in row["kernels"].items())
+    return (
+        f"B={row['batch']} {row['mode']}, overlap {row['overlap']}: {row['microseconds']} us "
+        f"{row['readings']}, {100 * row['bandwidth_share']:.0f}% of copy bandwidth, "
+        f"{row['accepted']} accepted; {kernels}"
+    )

@@ -32,6 +32,7 @@ from kernels.reference import verify as reference_verify
 from kernels.types import Verification
 
 Verify = Callable[..., Verification]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 TARGET = ((2, 0, 0, -1), (0, 2, -1, 0), (0, -1, 2, 0), (-1, 0, 0, 2))
 DRAFT = ((0, 2, 0, -1), (2, 0, 0, -1), (2, 0, -1, 0), (0, 0, -1, 2))  # rejections everywhere
@@ -67,7 +68,19 @@ def triton_verify(monkeypatch: pytest.MonkeyPatch) -> Verify:
     from kernels import verify as module
 
     monkeypatch.setattr(module, "block_size", lambda vocab: 2)
-    return module.verify
+    return partial(verify_there, module.verify)
+
+
+def verify_there(
+    verify: Verify, target: Tensor, ids: Tensor, draft: Tensor | None, **options: Tensor
+) -> Verification:
+    """The verification on the GPU where there is one, and here what it said."""
+    draft = None if draft is None else draft.to(DEVICE)
+    for name in ("uniforms", "seen_token_counts"):
+        if options.get(name) is not None:
+            options[name] = options[name].to(DEVICE)
+    out = verify(target.to(DEVICE), ids.to(DEVICE), draft, **options)
+    return Verification(*(getattr(out, name).cpu() for name in Verification.__slots__))
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())

@@ -3,15 +3,24 @@
 Would catch: P and Q of launch 1 taken for exact; a token on the wrong side of equality; a tile
 summed twice or never; a result that depends on how many programs share a row or on its neighbours
 in the batch; weights that underflow or overflow at odd temperatures; a draft that is all the
-target's mass. Runs in Triton's interpreter where there is no GPU.
+target's mass; a draw from what truncation found that is not the row's; a penalty rounded
+otherwise. Runs in Triton's interpreter where there is no GPU.
 """
+
+from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import CDF_SLACK, Case, assert_same_verification, make_case, with_rules
 
+from kernels import truncate as truncation
 from kernels import verify as module
 from kernels.launching import collected
+from kernels.rows import penalise
+from kernels.sizes import Sizes
+from kernels.truncate import Cut, truncate
 from kernels.types import Verification
 
 verify = module.verify
@@ -97,7 +106,7 @@ def test_shares_of_the_work_do_not_show(
     case = with_rules(make_case(4, 2, 1, 1000, dtype=torch.bfloat16, device=DEVICE), *rules)
     together = case.run(verify)
     for programs in (1, 5):
-        monkeypatch.setattr(module, "PROGRAMS", programs)
+        monkeypatch.setattr(module, "sizes", lambda _, n=programs: Sizes(programs=n * 2))
         assert_equal(together, case.run(verify))
 
 
@@ -128,6 +137,18 @@ def test_odd_temperatures(temperature: float) -> None:
     case.target_logits[0] *= 1000.0
     case.target_logits[1, :, ::2] = -torch.inf
     case = case.with_options(temperature=torch.full((3,), temperature, dtype=torch.float64))
+    assert_same_verification(case, case.run(verify))
+
+
+@pytest.mark.parametrize("lift", [0.0, 3e4, -3e4])
+@pytest.mark.parametrize("masked", [-1e9, -1e30, -3.38e38, -torch.inf])
+def test_masks_of_any_kind(masked: float, lift: float) -> None:
+    """Half of each row out of the question; logits far from zero, whose powers do not fit."""
+    case = make_case(10, 4, 2, 1000, device=DEVICE)
+    for logits in (case.target_logits, case.draft_logits):
+        logits.add_(lift)
+        logits[..., 128:256] = masked
+        logits[..., ::2] = masked
     assert_same_verification(case, case.run(verify))
 
 
@@ -174,3 +195,61 @@ def test_what_a_call_uses_may_be_said_for_parameters_on_the_device() -> None:
     assert_equal(case.run(verify, uses=module.Uses(**off)), case.run(verify))
     greedy = case.with_options(temperature=torch.zeros(3, dtype=torch.float64, device=DEVICE))
     assert_equal(greedy.run(verify, uses=module.Uses(sampling=False, **off)), greedy.run(verify))
+
+
+RULES = ("top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_the_few_that_truncation_found_draw_as_the_whole_row(
+    one_hot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room for candidates, cut decides nothing: the row is searched and walked instead."""
+    case = with_rules(make_case(8, 6, 2, 1000, dtype=torch.bfloat16, one_hot=one_hot), *RULES)
+    case = on_device(case).with_options(top_k=torch.tensor([5, 9, 11, 11, 9, 5]))
+    found, kept = [], []
+
+    def noted(*args: Any) -> Cut:
+        found.append(truncate(*args))
+        return found[-1]
+
+    monkeypatch.setattr(module, "truncate", noted)
+    for room in (512, 1):
+        monkeypatch.setattr(truncation, "CANDIDATES", room)
+        kept.append(case.run(verify))
+        assert_same_verification(case, kept[-1])
+    few, many = kept
+    assert bool((found[0].counts[:, 0] > 0).all())
+    assert bool((found[1].counts[:, 0] == -1).all())
+    assert torch.equal(few.token_ids, many.token_ids)
+    assert torch.equal(few.num_accepted, many.num_accepted)
+    torch.testing.assert_close(few.target_logprobs, many.target_logprobs)
+    torch.testing.assert_close(few.draft_logprobs, many.draft_logprobs)
+
+
+def on_device(case: Case) -> Case:
+    draft = None if case.draft_logits is None else case.draft_logits.to(DEVICE)
+    options = {
+        name: value.to(DEVICE) if name in ("uniforms", "seen_token_counts") else value
+        for name, value in case.options.items()
+    }
+    return Case(case.target_logits.to(DEVICE), case.draft_token_ids.to(DEVICE), draft, options)
+
+
+@triton.jit
+def penalise_kernel(x_ptr, penalty_ptr, out_ptr, SIZE: tl.constexpr):  # noqa: N803
+    i = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + i)
+    tl.store(out_ptr + i, penalise(x, i >= 0, tl.load(penalty_ptr)))
+
+
+@pytest.mark.parametrize("penalty", [1.1, 0.7, 3.0, 1.0000001])
+def test_a_penalised_logit_is_that_of_float32_division(penalty: float) -> None:
+    """To the bit, since ties at a threshold follow from it; multiplying by 1 / penalty is not."""
+    generator = torch.Generator().manual_seed(9)
+    x = 10 * torch.randn(4096, generator=generator)
+    x[:2] = torch.tensor([-torch.inf, 0.0])
+    given, out = torch.tensor([penalty]), torch.empty(4096, device=DEVICE)
+    penalise_kernel[(1,)](x.to(DEVICE), given.to(DEVICE), out, SIZE=4096)
+    assert torch.equal(out.cpu(), torch.where(x > 0, x / given, x * given))

@@ -67,11 +67,18 @@ def kept_by_kernel(logits: Tensor, temperature: float, given: dict[str, float]) 
         logits, nothing, temperatures, None, *every.values(), None, None
     )  # fmt: skip
     call = verify.launch_arguments(inputs)
+    if DEVICE == "cuda":  # values that ask for nothing, so that few kernels are compiled
+        nothing_asked = {
+            "top_k": torch.zeros(batch, dtype=torch.int64),
+            "top_p": torch.ones(batch, dtype=torch.float64),
+            "min_p": torch.zeros(batch, dtype=torch.float64),
+        }
+        every = {name: rules.get(name, nothing_asked[name]) for name in every}
     on_device = Rules(*(None if x is None else x.to(DEVICE) for x in every.values()))
     stats = statistics.row_statistics(call, logits.device, on_device)
     cut = module.truncate(call, stats, on_device)
     row = logits[:, 0].float()
-    if every["top_k"] is not None and given["top_k"] >= vocab and len(given) == 1:
+    if given.get("top_k", 0) >= vocab and len(given) == 1:
         assert bool((cut.masses == -1).all())
         return row > -torch.inf
     kept = (row >= cut.thresholds) & (row > -torch.inf)
