@@ -36,6 +36,21 @@ def _add_four_and_flag(a, b, c, d, flag, more_a, more_b, more_c, more_d, more_fl
 
 
 @triton.jit
+def _lower(i, a, b, other, more_a, more_b):
+    return tl.minimum(i, other), tl.where(i < other, a, more_a), tl.where(i < other, b, more_b)
+
+
+@triton.jit
+def at_lowest(index, a, b):
+    """The lowest index, and what both vectors hold there (anything where it is there twice)."""
+    if INTERPRETED:
+        least = tl.min(index, axis=0)
+        here = index == least
+        return least, *two_sums(tl.where(here, a, 0.0), tl.where(here, b, 0.0))
+    return tl.reduce((index, a, b), 0, _lower)
+
+
+@triton.jit
 def two_sums(a, b):
     """Sums of two vectors, for the time of one: what takes time is that threads meet."""
     if INTERPRETED:  # which takes a reduction of several vectors element by element
@@ -52,11 +67,12 @@ def four_sums(a, b, c, d):
 
 
 @triton.jit
-def four_sums_and_any(a, b, c, d, flag):
-    """Sums of four vectors, and 1 where any int32 flag is 1, for the time of one."""
+def four_sums_and_any(a, b, c, d, flag, AXIS: tl.constexpr):
+    """Sums of four tensors along an axis, and 1 where any int32 flag is 1, for the time of one."""
     if INTERPRETED:
-        return (*four_sums(a, b, c, d), tl.max(flag, axis=0))
-    return tl.reduce((a, b, c, d, flag), 0, _add_four_and_flag)
+        ab = tl.sum(a, axis=AXIS), tl.sum(b, axis=AXIS)
+        return (*ab, tl.sum(c, axis=AXIS), tl.sum(d, axis=AXIS), tl.max(flag, axis=AXIS))
+    return tl.reduce((a, b, c, d, flag), AXIS, _add_four_and_flag)
 
 
 @triton.jit

@@ -2,21 +2,22 @@
 # ruff: noqa: SIM102 (what the compiler decides stays apart from what the device decides)
 r"""Launch 2 of kernels/verify.py: which drafts are kept, and the token that comes after them.
 
-A few programs share a sequence. Each decides where it ends (position n), then sums its tiles
-there. With a = w_p and q = w_q P' / Q', P' and Q' as good as launch 1 has them, and
-A = {v: a(v) > q(v)}, a tile t notes, in float64,
+A few programs share a sequence. Each decides where it ends (position n), then reads its tiles
+there, the next one's logits already asked for, and sums strips of them that a warp has to itself:
+warps need not meet. With a = w_p and q = w_q P' / Q', P' and Q' as good as launch 1 has them, and
+A = {v: a(v) > q(v)}, a strip t notes, in float64,
 
     P_t = sum a    Q_t = sum q    over all of it;    p_t, q_t: the same over A.
 
 Whoever is last has P = sum P_t and Q = sum Q_t without the error of P' and Q', and so the mass
 R_t = p_t / P - q_t / Q of max(a / P - q / Q, 0), but for tokens whose side of A that error could
-have changed: tiles that have one within BAND say so, and are summed again where it matters. This
+have changed: strips that have one within BAND say so, and are summed again where it matters. This
 takes one pass over both rows where R would need P and Q first. A good drafter makes both laws
 nearly equal: what is left of R then is far below the error of float32 sums.
 
-The draw is the inverse CDF, first over the tiles, then within one. An id without mass is never
-chosen: where rounding leaves the CDF short of the uniform, the last id (or tile) that has mass
-stands in.
+The draw is the inverse CDF, first over the strips, then within one. An id without mass is never
+chosen: where rounding leaves the CDF short of the uniform, the last id (or strip) that has mass
+stands in. Everything else that is written has a program of its own, since whoever draws is late.
 
 Where truncation packed all that a row may say, one program draws from these few tokens instead.
 """
@@ -25,6 +26,7 @@ import triton
 import triton.language as tl
 
 from kernels.accept import (
+    at_lowest,
     broken_parameters,
     four_sums,
     four_sums_and_any,
@@ -35,13 +37,13 @@ from kernels.accept import (
     two_sums,
 )
 from kernels.overlap import follow
-from kernels.rows import draft_length, position_logits
+from kernels.rows import draft_length, penalised, position_logits, raw_logits
 from kernels.truncate import exact_weights
 from kernels.weights import lowest_of, powers_of, weights_by
 
 NO_RESIDUAL = tl.constexpr(1e-12)  # as in the reference
 BAND = tl.constexpr(10)  # 2^-20 to 2^-21 of q each: 4e-6; no error of P' / Q' is larger
-ROUNDING = tl.constexpr(2e-15)  # relative, of a sum over a tile
+ROUNDING = tl.constexpr(2e-15)  # relative, of a sum over a strip
 DOUBT = tl.constexpr(1e-7)  # share of R that may stand on the wrong side
 
 
@@ -52,25 +54,41 @@ def high_word(x):
 
 
 @triton.jit
-def final_laws(
+def final_logits(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n, first, V, K, scale,
-    offset, lowest, draft_offset, draft_lowest, draft_unit, drawn, sure, TILE: tl.constexpr,
+    b, n, first, V, drawn, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """a and q of TILE tokens at position n; q is 0 where nothing was drafted."""
-    offsets = first + tl.arange(0, TILE)
-    x = position_logits(
-        target_ptr, target_b, target_k, target_v, counts_ptr, counts_b, counts_v,
-        ids_ptr, penalty_ptr, b, n, offsets, V, K, first, first + TILE,
+    """SIZE logits of both rows at position n as they are stored; the target's twice if alone."""
+    offsets = first + tl.arange(0, SIZE)
+    x = raw_logits(target_ptr, target_b, target_k, target_v, b, n, offsets, V)
+    y = x
+    if draft_ptr is not None:
+        # No draft, no reading: the logits are -inf, and the weights 0. A branch instead would have
+        # these asked for only when the target's have come.
+        y = raw_logits(
+            draft_ptr, draft_b, draft_k, draft_v, b, n, offsets, tl.where(drawn, V, 0)
+        )
+    return x, y
+
+
+@triton.jit
+def final_laws(
+    x, y, draft_ptr, counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr,
+    b, n, first, V, K, scale, offset, lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """a and q of the SIZE tokens whose logits these are; q is 0 where nothing was drafted."""
+    offsets = first + tl.arange(0, SIZE)
+    x = penalised(
+        x, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, offsets, V, K,
+        first, first + SIZE,
     )  # fmt: skip
     if draft_ptr is None:
         q = tl.where(offsets == sure, draft_unit, 0.0)
     else:
-        # No draft, no reading: the logits are -inf, and the weights 0. A branch instead would have
-        # these asked for only when the target's have come.
-        y = position_logits(
-            draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-            ids_ptr, penalty_ptr, b, n, offsets, tl.where(drawn, V, 0), K, first, first + TILE,
+        y = penalised(
+            y, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, offsets,
+            tl.where(drawn, V, 0), K, first, first + SIZE,
         )  # fmt: skip
         q = weights_by(y, draft_offset, draft_lowest, scale) * draft_unit
         if one_hot_ptr is not None:
@@ -80,20 +98,44 @@ def final_laws(
 
 @triton.jit
 def crossing(mass, index, wanted, none):
-    """First index whose cumulative mass exceeds `wanted`, else the last that has mass."""
-    reached = (tl.cumsum(mass, axis=0) > wanted) & (mass > 0)
-    found = tl.min(tl.where(reached, index, none), axis=0)
+    """First index whose cumulative mass exceeds `wanted`, and what of `wanted` is left there.
+
+    Where none does: the last that has mass, and more than it has.
+    """
+    cdf = tl.cumsum(mass, axis=0)
+    reached = (cdf > wanted) & (mass > 0)
+    found, its_cdf, its_mass = at_lowest(tl.where(reached, index, none), cdf, mass)
+    rest = its_mass - (its_cdf - wanted)
     if found == none:
         found = tl.max(tl.where(mass > 0, index, 0), axis=0)
-    return found
+        rest = rest * 0.0 + float("inf")
+    return found, rest
 
 
 @triton.jit
-def tile_masses(ptr, plane, b, batch, tiles, TILES: tl.constexpr):
-    """One number of every tile of a sequence, past any cache that other programs do not write."""
-    t = tl.arange(0, TILES)
-    at = (plane * batch + b).to(tl.int64) * tiles + t
-    return tl.load(ptr + at, mask=t < tiles, other=0.0, cache_modifier=".cg")
+def crossing_values(mass, index, wanted, none, p, q):
+    """As `crossing`, and what p and q hold there."""
+    reached = (tl.cumsum(mass, axis=0) > wanted) & (mass > 0)
+    found, its_p, its_q = at_lowest(tl.where(reached, index, none), p, q)
+    if found == none:
+        found = tl.max(tl.where(mass > 0, index, 0), axis=0)
+        here = index == found
+        its_p, its_q = two_sums(tl.where(here, p, 0.0), tl.where(here, q, 0.0))
+    return found, its_p, its_q
+
+
+@triton.jit
+def strip_numbers(ptr, plane, b, batch, strips, STRIPS: tl.constexpr):
+    """One number of every strip of a sequence, past any cache that other programs do not write."""
+    t = tl.arange(0, STRIPS)
+    at = (plane * batch + b).to(tl.int64) * strips + t
+    return tl.load(ptr + at, mask=t < strips, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def note(pointers, sums, writes):
+    """Store one number of each strip, which all threads of a strip have."""
+    tl.store(pointers, tl.broadcast_to(sums[:, None], pointers.shape), mask=writes)
 
 
 @triton.jit
@@ -101,19 +143,20 @@ def draw(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, partial_ptr, close_ptr,
     b, batch, n, beyond, u, V, K, scale, offset, lowest,
-    draft_offset, draft_lowest, draft_unit, drawn, sure, TILE: tl.constexpr, TILES: tl.constexpr,
+    draft_offset, draft_lowest, draft_unit, drawn, sure,
+    TILE: tl.constexpr, STRIP: tl.constexpr, STRIPS: tl.constexpr,
 ):  # fmt: skip
     """Id of the token at position n, and both laws' probabilities of it."""
-    tiles = tl.cdiv(V, TILE)
-    t, lane = tl.arange(0, TILES), tl.arange(0, TILE)
-    mass = tile_masses(partial_ptr, 0, b, batch, tiles, TILES)
+    strips = tl.cdiv(V, STRIP)
+    t, lane = tl.arange(0, STRIPS), tl.arange(0, STRIP)
+    mass = strip_numbers(partial_ptr, 0, b, batch, strips, STRIPS)
     draft_whole = tl.full((), 1.0, tl.float64)
     from_residual = beyond
     if beyond:
-        draft_mass = tile_masses(partial_ptr, 1, b, batch, tiles, TILES)
-        above = tile_masses(partial_ptr, 2, b, batch, tiles, TILES)
-        draft_above = tile_masses(partial_ptr, 3, b, batch, tiles, TILES)
-        close = tile_masses(close_ptr, 0, b, batch, tiles, TILES)
+        draft_mass = strip_numbers(partial_ptr, 1, b, batch, strips, STRIPS)
+        above = strip_numbers(partial_ptr, 2, b, batch, strips, STRIPS)
+        draft_above = strip_numbers(partial_ptr, 3, b, batch, strips, STRIPS)
+        close = strip_numbers(close_ptr, 0, b, batch, strips, STRIPS)
         whole, draft_whole = two_sums(mass, draft_mass)
         draft_whole = tl.where(draft_whole > 0, draft_whole, 1.0)
         above *= 1.0 / whole
@@ -121,17 +164,29 @@ def draw(
         residual = tl.where(residual > ROUNDING * above, residual, 0.0)
         total, in_doubt = two_sums(residual, tl.where(close > 0, draft_mass, 0.0))
         if tl.abs(draft_whole / whole - 1.0) * in_doubt > DOUBT * total:
-            for tile in range(0, tiles):
-                if tl.load(close_ptr + b.to(tl.int64) * tiles + tile, cache_modifier=".cg") > 0:
-                    a, q = final_laws(
+            again_ptr = partial_ptr + (2 * batch + b).to(tl.int64) * strips
+            for tile in range(0, tl.cdiv(V, TILE)):
+                s = tile * (TILE // STRIP) + tl.arange(0, TILE // STRIP)
+                near = tl.load(
+                    close_ptr + b.to(tl.int64) * strips + s, mask=s < strips, other=0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                if tl.max(near, axis=0) > 0:
+                    x, y = final_logits(
                         target_ptr, target_b, target_k, target_v,
-                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, one_hot_ptr, penalty_ptr, b, n, tile * TILE, V, K,
-                        scale, offset, lowest,
+                        draft_ptr, draft_b, draft_k, draft_v, b, n, tile * TILE, V, drawn, TILE,
+                    )  # fmt: skip
+                    a, q = final_laws(
+                        x, y, draft_ptr, counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr,
+                        penalty_ptr, b, n, tile * TILE, V, K, scale, offset, lowest,
                         draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
                     )  # fmt: skip
                     r = tl.maximum(a * (1.0 / whole) - q * (1.0 / draft_whole), 0.0)
-                    residual = tl.where(t == tile, tl.sum(r, axis=0), residual)
+                    r = tl.sum(tl.reshape(r, (TILE // STRIP, STRIP)), axis=1)
+                    tl.store(again_ptr + s, r, mask=near > 0)
+            tl.debug_barrier()
+            again = strip_numbers(partial_ptr, 2, b, batch, strips, STRIPS)
+            residual = tl.where(close > 0, again, residual)
             total = tl.sum(residual, axis=0)
         from_residual = total > NO_RESIDUAL
         mass = tl.where(from_residual, residual, mass)
@@ -139,22 +194,23 @@ def draw(
     else:
         whole = tl.sum(mass, axis=0)
         wanted = u * whole
-    chosen = crossing(mass, t, wanted, TILES)
-    before = tl.sum(tl.where(t < chosen, mass, 0.0), axis=0)
-    a, q = final_laws(
+    chosen, rest = crossing(mass, t, wanted, STRIPS)
+    first = chosen * STRIP
+    x, y = final_logits(
         target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-        counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n,
-        chosen * TILE, V, K, scale, offset, lowest,
-        draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
+        b, n, first, V, drawn, STRIP,
+    )  # fmt: skip
+    a, q = final_laws(
+        x, y, draft_ptr, counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n,
+        first, V, K, scale, offset, lowest,
+        draft_offset, draft_lowest, draft_unit, drawn, sure, STRIP,
     )  # fmt: skip
     p = a * (1.0 / whole)
     q = q * (1.0 / draft_whole)
     r = tl.where(from_residual, tl.maximum(p - q, 0.0), a)
-    number = crossing(r, lane, wanted - before, TILE)
-    here = lane == number
-    its_p, its_q = two_sums(tl.where(here, p, 0.0), tl.where(here, q, 0.0))
+    number, its_p, its_q = crossing_values(r, lane, rest, STRIP, p, q)
     its_q = tl.where(beyond, its_q, 1.0)  # no draft at a bonus token
-    return (chosen * TILE + number).to(tl.int64), its_p, its_q
+    return (first + number).to(tl.int64), its_p, its_q
 
 
 @triton.jit
@@ -188,9 +244,8 @@ def draw_among(
     total, whole = two_sums(r, p)
     from_residual = beyond & (total > NO_RESIDUAL)
     mass = tl.where(from_residual, r, p)
-    number = crossing(mass, d, u * tl.where(from_residual, total, whole), CANDIDATES)
-    here = d == number
-    its_p, its_q = two_sums(tl.where(here, p, 0.0), tl.where(here, q, 0.0))
+    wanted = u * tl.where(from_residual, total, whole)
+    number, its_p, its_q = crossing_values(mass, d, wanted, CANDIDATES, p, q)
     return tl.load(tokens_ptr + number).to(tl.int64), its_p, tl.where(beyond, its_q, 1.0)
 
 
@@ -202,7 +257,8 @@ def resolve_kernel(
     kept_ptr, found_ptr, few_ptr, few_ids_ptr, uniforms_ptr, partial_ptr, close_ptr, arrived_ptr,
     tokens_ptr, accepted_ptr, target_logprobs_ptr, draft_logprobs_ptr, errors_ptr, V, K, S,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, SIDES: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr,
+    STRIP: tl.constexpr, STRIPS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
+    CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All of one sequence's outputs."""
     if OVERLAP > 0:
@@ -281,7 +337,6 @@ def resolve_kernel(
         sure = tl.where(
             beyond & (one_hot != 0), tl.load(ids_ptr + b * K + n, mask=beyond, other=-1), -1
         )
-        here = i == n
         threshold = tl.full((), -float("inf"), tl.float32)
         draft_threshold = threshold
         if threshold_ptr is not None:
@@ -309,69 +364,73 @@ def resolve_kernel(
             if draft_ptr is not None:
                 theirs = tl.load(found_ptr + b * rows + K + 1 + n, mask=drawn, other=0)
                 few = tl.where(theirs < 0, -1, few)
-        planes = batch.to(tl.int64) * tiles
         if (greedy == 0) & (few < 0):
+            strips = tl.cdiv(V, STRIP)
+            planes = batch.to(tl.int64) * strips
+            x, y = final_logits(
+                target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+                b, n, part * TILE, V, drawn, TILE,
+            )  # fmt: skip
             for tile in range(part, tiles, parts):
-                a, other = final_laws(
-                    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n,
-                    tile * TILE, V, K, scale,
-                    offset, n_lowest, draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
+                if AHEAD > 0:  # asked for before anything waits for this one
+                    next_x, next_y = final_logits(
+                        target_ptr, target_b, target_k, target_v,
+                        draft_ptr, draft_b, draft_k, draft_v,
+                        b, n, (tile + parts) * TILE, V, drawn, TILE,
+                    )  # fmt: skip
+                elif tile > part:
+                    x, y = final_logits(
+                        target_ptr, target_b, target_k, target_v,
+                        draft_ptr, draft_b, draft_k, draft_v, b, n, tile * TILE, V, drawn, TILE,
+                    )  # fmt: skip
+                tile_a, tile_q = final_laws(
+                    x, y, draft_ptr, counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr,
+                    penalty_ptr, b, n, tile * TILE, V, K, scale, offset, n_lowest,
+                    draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
                 )  # fmt: skip
-                to = b.to(tl.int64) * tiles + tile
+                a = tl.reshape(tile_a, (TILE // STRIP, WIDTH, STRIP // WIDTH))
+                strip = tile * (TILE // STRIP) + tl.arange(0, TILE // STRIP)
+                # Each warp's first thread stores what its warp has: addresses laid out as the
+                # threads are, since sums would pass through shared memory else.
+                lane = tl.arange(0, WIDTH)[None, :]
+                writes = (strip < strips)[:, None] & (lane == 0)
+                to = b.to(tl.int64) * strips + strip[:, None] + lane
                 if beyond:
+                    other = tl.reshape(tile_q, (TILE // STRIP, WIDTH, STRIP // WIDTH))
                     above = a > other
                     draft_high = high_word(other)
                     apart = (high_word(a) - draft_high + BAND).to(tl.uint32, bitcast=True)
                     near = (apart <= 2 * BAND) & (draft_high > 0)
                     whole, draft_whole, over, draft_over, close = four_sums_and_any(
                         a, other, tl.where(above, a, 0.0), tl.where(above, other, 0.0),
-                        near.to(tl.int32),
+                        near.to(tl.int32), 2,
                     )  # fmt: skip
-                    tl.store(partial_ptr + to, whole)
-                    tl.store(partial_ptr + planes + to, draft_whole)
-                    tl.store(partial_ptr + 2 * planes + to, over)
-                    tl.store(partial_ptr + 3 * planes + to, draft_over)
-                    tl.store(close_ptr + to, close)
+                    whole, draft_whole, over, draft_over, close = four_sums_and_any(
+                        whole, draft_whole, over, draft_over, close, 1
+                    )
+                    note(partial_ptr + to, whole, writes)
+                    note(partial_ptr + planes + to, draft_whole, writes)
+                    note(partial_ptr + 2 * planes + to, over, writes)
+                    note(partial_ptr + 3 * planes + to, draft_over, writes)
+                    note(close_ptr + to, close, writes)
                 else:
-                    tl.store(partial_ptr + to, tl.sum(a, axis=0))
+                    note(partial_ptr + to, tl.sum(tl.sum(a, axis=2), axis=1), writes)
+                if AHEAD > 0:
+                    x, y = next_x, next_y
             tl.debug_barrier()  # all of this program's numbers are written
             last = tl.atomic_add(arrived_ptr + b, 1) == parts - 1
-    if last:
+    out = b * (K + 1) + i
+    if part == tl.minimum(parts - 1, 1):  # the last one, or 0 where few tokens are left, draws
         kept = i < n
         final = i == tl.where(greedy, n, -1)
         token = tl.where(kept, ids, tl.where(final, best, -1))
         log_p = tl.where(kept, log_or_minus_inf(p), 0.0)
         log_q = tl.where(kept, log_or_minus_inf(q), 0.0)
         log_q = tl.where(final & (i < length) & (proposed != best), -float("inf"), log_q)
-        if sum_ptr is not None:
-            if not greedy:
-                drawn_id = tl.full((), 0, tl.int64)
-                its_p, its_q = n_total, n_total
-                if few < 0:
-                    drawn_id, its_p, its_q = draw(
-                        target_ptr, target_b, target_k, target_v,
-                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, one_hot_ptr, penalty_ptr, partial_ptr, close_ptr, b, batch, n,
-                        beyond, last_uniform, V, K, scale, offset, n_lowest,
-                        draft_offset, draft_lowest, draft_unit, drawn, sure, TILE, TILES,
-                    )  # fmt: skip
-                if found_ptr is not None:
-                    if few >= 0:
-                        first = (b * rows + n).to(tl.int64) * CANDIDATES
-                        drawn_id, its_p, its_q = draw_among(
-                            draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                            ids_ptr, penalty_ptr, few_ptr + first, few_ids_ptr + first, few, b, n,
-                            beyond, last_uniform, V, K, temperature, n_peak, n_lowest,
-                            draft_n_peak, draft_lowest, draft_n_total, drawn, sure, CANDIDATES,
-                        )  # fmt: skip
-                token = tl.where(here, drawn_id, token)
-                log_p = tl.where(here, log_or_minus_inf(its_p), log_p)
-                log_q = tl.where(here, log_or_minus_inf(its_q), log_q)
-        out = b * (K + 1) + i
-        tl.store(tokens_ptr + out, token, mask=i <= K)
-        tl.store(target_logprobs_ptr + out, log_p, mask=i <= K)
-        tl.store(draft_logprobs_ptr + out, log_q, mask=i <= K)
+        mine = (i <= K) & (i != tl.where(greedy, -1, n))
+        tl.store(tokens_ptr + out, token, mask=mine)
+        tl.store(target_logprobs_ptr + out, log_p, mask=mine)
+        tl.store(draft_logprobs_ptr + out, log_q, mask=mine)
         tl.store(accepted_ptr + b, n.to(tl.int64))
         broken = broken_parameters(
             lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr, top_k_ptr, top_p_ptr,
@@ -381,3 +440,30 @@ def resolve_kernel(
         broken = broken | (tl.max(lawless.to(tl.int32), axis=0) > 0)
         broken = broken | (tl.max(bad.to(tl.int32), axis=0) > 0)
         tl.store(errors_ptr + b, broken.to(tl.int32))
+    if sum_ptr is not None:
+        if last & (greedy == 0):
+            drawn_id = tl.full((), 0, tl.int64)
+            its_p, its_q = n_total, n_total
+            if few < 0:
+                drawn_id, its_p, its_q = draw(
+                    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+                    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr,
+                    partial_ptr, close_ptr, b, batch, n, beyond, last_uniform, V, K,
+                    scale, offset, n_lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
+                    TILE, STRIP, STRIPS,
+                )  # fmt: skip
+            if found_ptr is not None:
+                if few >= 0:
+                    first = (b * rows + n).to(tl.int64) * CANDIDATES
+                    drawn_id, its_p, its_q = draw_among(
+                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                        ids_ptr, penalty_ptr, few_ptr + first, few_ids_ptr + first, few, b, n,
+                        beyond, last_uniform, V, K, temperature, n_peak, n_lowest,
+                        draft_n_peak, draft_lowest, draft_n_total, drawn, sure, CANDIDATES,
+                    )  # fmt: skip
+            here = i == n
+            ones = tl.full((POSITIONS,), 1.0, tl.float64)
+            tl.store(tokens_ptr + out, tl.where(here, drawn_id, 0), mask=here)
+            log_p, log_q = log_or_minus_inf(ones * its_p), log_or_minus_inf(ones * its_q)
+            tl.store(target_logprobs_ptr + out, log_p, mask=here)
+            tl.store(draft_logprobs_ptr + out, log_q, mask=here)

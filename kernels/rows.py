@@ -101,24 +101,32 @@ def penalise(x, seen, penalty):
 
 
 @triton.jit
-def split_logits(
-    base_ptr, stride_v, offsets, V, counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position,
-    low, high,
-):  # fmt: skip
-    """Penalised float32 logits of one row at `offsets`, -inf past the vocabulary.
+def raw_logits(base_ptr, base_b, base_k, base_v, b, position, offsets, V):
+    """One model's row at a position as it is stored, -inf past the vocabulary."""
+    base_ptr += b.to(tl.int64) * base_b + position.to(tl.int64) * base_k
+    return tl.load(
+        base_ptr + offsets.to(tl.int64) * base_v, mask=offsets < V, other=-float("inf")
+    )
+
+
+@triton.jit
+def penalised(
+    x, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, position, offsets, V, K, low, high
+):
+    """float32 of the row's stored logits x at `offsets`, those of tokens seen penalised.
 
     No offset lies outside [low, high): most drafts are no token of a part of the vocabulary, and
     then none of it is compared with them.
     """
-    inside = offsets < V
-    at = offsets.to(tl.int64)
-    x = tl.load(base_ptr + at * stride_v, mask=inside, other=-float("inf")).to(tl.float32)
+    x = x.to(tl.float32)
     if penalty_ptr is not None:
+        inside = offsets < V
         penalty = tl.load(penalty_ptr + b).to(tl.float32)
         if penalty != 1.0:
             seen = offsets < 0
             if counts_ptr is not None:
-                seen = tl.load(counts_ptr + at * counts_v, mask=inside, other=0) > 0
+                at = b.to(tl.int64) * counts_b + offsets.to(tl.int64) * counts_v
+                seen = tl.load(counts_ptr + at, mask=inside, other=0) > 0
             for j in range(0, position):  # counts grow along the draft prefix
                 token = tl.load(ids_ptr + b * K + j).to(tl.int32)
                 # A loop, since the compiler would turn a branch into work for every logit.
@@ -134,12 +142,10 @@ def position_logits(
     b, position, offsets, V, K, low=0, high=ANY,
 ):  # fmt: skip
     """Penalised logits of one model's row at a position."""
-    wide, at = b.to(tl.int64), position.to(tl.int64)
-    if counts_ptr is not None:
-        counts_ptr += wide * counts_b
-    return split_logits(
-        base_ptr + wide * base_b + at * base_k, base_v, offsets, V,
-        counts_ptr, counts_v, ids_ptr, penalty_ptr, b, K, position, low, high,
+    x = raw_logits(base_ptr, base_b, base_k, base_v, b, position, offsets, V)
+    return penalised(
+        x, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, position, offsets, V, K,
+        low, high,
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Of all batches, since the order of sums follows from these; the rest is in kernels/sizes.py.
 BLOCK, WARPS = 8192, 4  # launch 1: tokens of a split, at most, and the warps that share them
 TILE, TILE_WARPS = 2048, 8  # launch 2
+STRIP = 256  # tokens of a tile whose sums stay apart: one warp's, so that warps need not meet
 
 
 def block_size(vocab: int) -> int:
@@ -134,12 +135,13 @@ def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tens
     rules = truncation_rules(inputs)
     stats = row_statistics(call, device, rules)
     tile = min(call.blocks["BLOCK"], TILE)
-    tiles = triton.cdiv(call.sizes[0], tile)
+    tiles, strip = triton.cdiv(call.sizes[0], tile), min(tile, STRIP)
+    strips = triton.cdiv(call.sizes[0], strip)
     cut = truncate(call, stats, rules) if rules.any() and not call.greedy else None
     partial = close = None
     if not call.greedy:
-        partial = torch.empty(4, batch, tiles, dtype=torch.float64, device=device)
-        close = torch.empty(batch, tiles, dtype=torch.int32, device=device)
+        partial = torch.empty(4, batch, strips, dtype=torch.float64, device=device)
+        close = torch.empty(batch, strips, dtype=torch.int32, device=device)
     verification = Verification.unwritten(batch, width, device)
     errors = torch.empty(batch, dtype=torch.int32, device=device)
     chosen = sizes(batch)
@@ -154,7 +156,8 @@ def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tens
         verification.draft_logprobs, errors, *call.sizes,
         POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"],
         SIDES=1 if call.row_args[4] is None else 2, TILE=tile,
-        TILES=triton.next_power_of_2(tiles),
+        STRIP=strip, STRIPS=triton.next_power_of_2(strips), WIDTH=max(1, strip // 8),
+        AHEAD=chosen.ahead,
         CANDIDATES=1 if cut is None else cut.ids.shape[-1], num_warps=TILE_WARPS,
         maxnreg=chosen.tile_registers, **options(device),
     )  # fmt: skip

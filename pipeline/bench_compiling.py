@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 MOST_PROCESSES, THREADS = 16, 4
 ORDERED = {"BLOCK": verify, "WARPS": verify, "TILE": verify, "TILE_WARPS": verify,
+           "STRIP": verify,
            "RULE_WARPS": stats, "GROUPS_READ": truncate, "READ": truncate, "CUT_WARPS": truncate,
            "CUT_REGISTERS": truncate}  # fmt: skip
 OF_ROWS = {field.name for field in fields(sizes.Sizes)}

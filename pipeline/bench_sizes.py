@@ -30,14 +30,19 @@ SPLITS = (
     {"BLOCK": 16384, "WARPS": 8, "registers": 96},
     {"BLOCK": 16384, "WARPS": 8, "registers": 128},
 )
+# Of launch 2, first what it is made of: strips of one warp, or of the tile as a whole (all warps then
+# meet), with the next tile asked for or not; then sizes of the best of these.
 TILES = (
-    {"TILE": 2048, "TILE_WARPS": 8, "tile_registers": 128, "programs": 264},
-    {"TILE": 2048, "TILE_WARPS": 8, "tile_registers": 128, "programs": 528},
-    {"TILE": 1024, "TILE_WARPS": 8, "tile_registers": 80, "programs": 396},
-    {"TILE": 1024, "TILE_WARPS": 4, "tile_registers": 128, "programs": 528},
-    {"TILE": 1024, "TILE_WARPS": 4, "tile_registers": 168, "programs": 396},
-    {"TILE": 2048, "TILE_WARPS": 4, "tile_registers": 168, "programs": 396},
-    {"TILE": 2048, "TILE_WARPS": 16, "tile_registers": 64, "programs": 264},
+    {"TILE": 2048, "STRIP": 2048, "ahead": 0},
+    {"TILE": 2048, "STRIP": 2048, "ahead": 1},
+    {"TILE": 2048, "STRIP": 256, "ahead": 0},
+    {"TILE": 2048, "STRIP": 256, "ahead": 1},
+    {"TILE": 2048, "STRIP": 256, "ahead": 1, "programs": 132},
+    {"TILE": 2048, "STRIP": 256, "ahead": 1, "programs": 528},
+    {"TILE": 4096, "TILE_WARPS": 16, "STRIP": 256, "tile_registers": 128, "programs": 132},
+    {"TILE": 4096, "TILE_WARPS": 8, "STRIP": 512, "tile_registers": 168, "programs": 132},
+    {"TILE": 1024, "TILE_WARPS": 4, "STRIP": 256, "tile_registers": 128, "programs": 528},
+    {"TILE": 1024, "TILE_WARPS": 4, "STRIP": 256, "tile_registers": 168, "programs": 396},
 )
 CUTS = (
     {"RULE_WARPS": 16, "rule_registers": 64},
