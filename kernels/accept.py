@@ -59,6 +59,19 @@ def two_sums(a, b):
 
 
 @triton.jit
+def _add_three(a, b, c, more_a, more_b, more_c):
+    return a + more_a, b + more_b, c + more_c
+
+
+@triton.jit
+def three_sums(a, b, c):
+    """Sums of three vectors, for the time of one."""
+    if INTERPRETED:
+        return tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0)
+    return tl.reduce((a, b, c), 0, _add_three)
+
+
+@triton.jit
 def four_sums(a, b, c, d):
     """Sums of four vectors, for the time of one."""
     if INTERPRETED:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.matrix import INTERPRETED
+
 ANY = tl.constexpr(2147483647)  # more than any token
 
 
@@ -91,13 +93,22 @@ def rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V):
 def penalise(x, seen, penalty):
     """Seen logits divided by the penalty where positive, else multiplied; IEEE float32.
 
-    A quotient of two float32 lies 2^-49 of itself or more from where rounding to float32 turns, so
-    that one through float64 rounds alike, without a branch for every logit (quotients below 2^-126
-    may round otherwise). A product is exact.
+    A quotient: that by the reciprocal, corrected by what it leaves of x, which one fused product
+    yields exactly; with the reciprocal rounded once this rounds as a division does (Markstein 1990;
+    where nothing is below 2^-102 or infinite), without a branch for every logit or float64, whose
+    conversions would bound the launch. The reciprocal goes through float64: no quotient of two
+    float32 lies within 2^-49 of itself of where rounding to float32 turns.
     """
     wide = penalty.to(tl.float64)
-    factor = tl.where(x > 0, 1.0 / wide, wide)
-    return tl.where(seen, (x.to(tl.float64) * factor).to(tl.float32), x)
+    if INTERPRETED:  # whose fused product is rounded twice
+        quotient = (x.to(tl.float64) * (1.0 / wide)).to(tl.float32)
+    else:
+        inverse = (1.0 / wide).to(tl.float32)
+        near = x * inverse
+        left = tl.fma(-near, penalty, x)
+        quotient = tl.fma(left, inverse, near)
+    quotient = tl.where(x < float("inf"), quotient, x)
+    return tl.where(seen, tl.where(x > 0, quotient, x * penalty), x)
 
 
 @triton.jit

@@ -29,7 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.accept import three_sums
 from kernels.launching import launch
+from kernels.matrix import INTERPRETED
 from kernels.overlap import follow, options
 from kernels.rows import (
     Call,
@@ -48,6 +50,8 @@ GROUPS_READ = 128
 CANDIDATES = 512
 READ, CUT_WARPS, CUT_REGISTERS = 4096, 16, 128  # tokens of these that are read at a time
 FEW = 128  # candidates that are compared at once
+AT_ONCE = 1  # are these few compared in one step, or CHUNK after CHUNK?
+PROBES = 6  # keys that the edge's search counts from at a time: 2 or 6
 STRIDE, SEARCH_WARPS = 4096, 16  # tokens of a row that search looks at together
 CHUNK = tl.constexpr(32)  # candidates that all are compared with at a time
 UNDECIDED = float("nan")
@@ -86,40 +90,101 @@ def row_total(max_ptr, sum_ptr, cell, S, scale, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def group_edge(keys, highest, enough, most, CAP: tl.constexpr):
+def two_counts(keys, lower, upper):
+    """How many of (at most 4096) keys reach each of two, in 16 bits each."""
+    return (keys >= lower.to(tl.int32)).to(tl.int32) + (
+        (keys >= upper.to(tl.int32)).to(tl.int32) << 16
+    )
+
+
+@triton.jit
+def closer(key, count, most, low, beyond, high, reached):
+    """Both ends of a search, one of them moved to a key that `count` reach, where it is nearer."""
+    few, many = (count <= most) & (key < high), (count > most) & (key > low)
+    low, beyond = tl.where(many, key, low), tl.where(many, count, beyond)
+    return low, beyond, tl.where(few, key, high), tl.where(few, count, reached)
+
+
+@triton.jit
+def narrowed(keys, a, b, c, d, e, f, most, low, beyond, high, reached):
+    """Both ends of a search after six more keys, each counted from at once."""
+    ab, cd, ef = three_sums(two_counts(keys, a, b), two_counts(keys, c, d), two_counts(keys, e, f))
+    low, beyond, high, reached = closer(a, ab & 65535, most, low, beyond, high, reached)
+    low, beyond, high, reached = closer(b, ab >> 16, most, low, beyond, high, reached)
+    low, beyond, high, reached = closer(c, cd & 65535, most, low, beyond, high, reached)
+    low, beyond, high, reached = closer(d, cd >> 16, most, low, beyond, high, reached)
+    low, beyond, high, reached = closer(e, ef & 65535, most, low, beyond, high, reached)
+    return closer(f, ef >> 16, most, low, beyond, high, reached)
+
+
+@triton.jit
+def key_below(peak, distance, low, high):
+    """The key of a value so far below the peak, from low to high."""
+    key = order_key(peak - distance.to(tl.float32)).to(tl.int64)
+    return tl.minimum(tl.maximum(key, low), high)
+
+
+@triton.jit
+def group_edge(
+    keys, peak, temperature, enough, most, CAP: tl.constexpr, PROBES: tl.constexpr
+):
     """A key that `enough` of `keys` reach, `most` if ties allow, CAP at most; is it below all?"""
     bottom = tl.full((), -2139095040, tl.int64)  # the key of the least float32 above -inf
     low = bottom
-    high = highest.to(tl.int64) + 1
+    high = order_key(peak).to(tl.int64) + 1
     reached = tl.full((), 0, tl.int32)  # by `high`; never more than `most`
     beyond = tl.sum((keys >= low.to(tl.int32)).to(tl.int32), axis=0)  # reach `low`
     if beyond <= most:
         high = low
         reached = beyond
+    if PROBES == 6:
+        if high > low:  # where a law has its mass: temperatures below the peak
+            low, beyond, high, reached = narrowed(
+                keys, key_below(peak, temperature, low, high),
+                key_below(peak, 2 * temperature, low, high),
+                key_below(peak, 4 * temperature, low, high),
+                key_below(peak, 6 * temperature, low, high),
+                key_below(peak, 10 * temperature, low, high),
+                key_below(peak, 20 * temperature, low, high),
+                most, low, beyond, high, reached,
+            )  # fmt: skip
+    # Several keys at a time: what takes time is that threads meet.
     while (high - low > 1) & (reached < enough):
-        # Two keys at a time: what takes time is that threads meet.
-        third = tl.maximum((high - low) // 3, 1)
-        lower, upper = low + third, high - third
-        counts = tl.sum(
-            (keys >= lower.to(tl.int32)).to(tl.int32)
-            + ((keys >= upper.to(tl.int32)).to(tl.int32) << 16),
-            axis=0,
-        )
-        count, fewer = counts & 65535, counts >> 16
-        if count <= most:
-            high = lower
-            reached = count
-        elif fewer <= most:
-            low = lower
-            beyond = count
-            high = upper
-            reached = fewer
+        if PROBES == 6:
+            step, end = tl.maximum((high - low) // 7, 1), high
+            first = low
+            low, beyond, high, reached = narrowed(
+                keys, first + step, tl.minimum(first + 2 * step, end),
+                tl.minimum(first + 3 * step, end), tl.minimum(first + 4 * step, end),
+                tl.minimum(first + 5 * step, end), tl.minimum(first + 6 * step, end),
+                most, low, beyond, high, reached,
+            )  # fmt: skip
         else:
-            low = upper
-            beyond = fewer
+            third = tl.maximum((high - low) // 3, 1)
+            lower, upper = low + third, high - third
+            counts = tl.sum(two_counts(keys, lower, upper), axis=0)
+            low, beyond, high, reached = closer(
+                lower, counts & 65535, most, low, beyond, high, reached
+            )
+            low, beyond, high, reached = closer(
+                upper, counts >> 16, most, low, beyond, high, reached
+            )
     if (reached < enough) & (beyond <= CAP):  # a tie lies across `most`
         high = low
     return high.to(tl.int32), high == bottom
+
+
+@triton.jit
+def _add_both(a, b, more_a, more_b):
+    return a + more_a, b + more_b
+
+
+@triton.jit
+def counts_and_sums(those, values):
+    """How many of each column are, and the sum of each column, for the time of one."""
+    if INTERPRETED:
+        return tl.sum(those.to(tl.int32), axis=0), tl.sum(values, axis=0)
+    return tl.reduce((those.to(tl.int32), values), 0, _add_both)
 
 
 @triton.jit
@@ -138,27 +203,39 @@ def decide(
     decided = (count > 0) & (count <= PACKED)
     sure = whole  # nothing below the edge could be kept
     last = tl.minimum(count, PACKED)
+    above = tl.zeros((PACKED,), tl.int32)
+    mass = tl.zeros((PACKED,), tl.float64)
+    if CHUNK == PACKED:  # all at once; what top-k leaves out weighs on nothing that it keeps
+        w = tl.where(alive, exact_weights(tl.where(alive, z, peak), peak, temperature), 0.0)
+        # Through memory: the compiler would have every thread work out what it is to add.
+        tl.store(weight_ptr + d, w)
+        tl.debug_barrier()
+        other = tl.load(packed_ptr + d, mask=alive, other=-float("inf"))
+        theirs = tl.load(weight_ptr + d)
+        reach = other[:, None] >= z[None, :]
+        above, mass = counts_and_sums(reach, tl.where(reach, theirs[:, None], 0.0))
     if top_k > 0:
-        above = tl.zeros((PACKED,), tl.int32)
-        for start in range(0, last, CHUNK):
-            j = start + tl.arange(0, CHUNK)
-            other = tl.load(packed_ptr + j, mask=j < last, other=-float("inf"))
-            above += tl.sum((other[:, None] >= z[None, :]).to(tl.int32), axis=0)
+        if CHUNK < PACKED:
+            for start in range(0, last, CHUNK):
+                j = start + tl.arange(0, CHUNK)
+                other = tl.load(packed_ptr + j, mask=j < last, other=-float("inf"))
+                above += tl.sum((other[:, None] >= z[None, :]).to(tl.int32), axis=0)
         enough = alive & (above >= top_k)
         least = tl.max(tl.where(enough, z, -float("inf")), axis=0)
         kept = kept & (z >= least)
         decided = decided & ((count >= top_k) | whole)
         sure = sure | (count >= top_k)
-    w = tl.where(kept, exact_weights(tl.where(kept, z, peak), peak, temperature), 0.0)
+    if CHUNK < PACKED:
+        w = tl.where(kept, exact_weights(tl.where(kept, z, peak), peak, temperature), 0.0)
     if top_p < 1:
-        tl.store(weight_ptr + d, w)
-        tl.debug_barrier()
-        mass = tl.zeros((PACKED,), tl.float64)
-        for start in range(0, last, CHUNK):
-            j = start + tl.arange(0, CHUNK)
-            other = tl.load(packed_ptr + j, mask=j < last, other=-float("inf"))
-            theirs = tl.load(weight_ptr + j, mask=j < last, other=0.0)
-            mass += tl.sum(tl.where(other[:, None] >= z[None, :], theirs[:, None], 0.0), axis=0)
+        if CHUNK < PACKED:
+            tl.store(weight_ptr + d, w)
+            tl.debug_barrier()
+            for start in range(0, last, CHUNK):
+                j = start + tl.arange(0, CHUNK)
+                other = tl.load(packed_ptr + j, mask=j < last, other=-float("inf"))
+                theirs = tl.load(weight_ptr + j, mask=j < last, other=0.0)
+                mass += tl.sum(tl.where(other[:, None] >= z[None, :], theirs[:, None], 0.0), axis=0)
         whole_mass = tl.where(sure, tl.max(tl.where(kept, mass, 0.0), axis=0), total)
         enough = kept & (mass >= top_p * whole_mass)
         least = tl.max(tl.where(enough, z, -float("inf")), axis=0)
@@ -186,7 +263,7 @@ def cut_kernel(
     packed_ptr, packed_ids_ptr, weight_ptr, found_ptr, threshold_ptr, kept_ptr, V, K, S, G,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     CAP: tl.constexpr, READ: tl.constexpr, FEW: tl.constexpr, PACKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, PROBES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Threshold and kept mass of one row, from the groups of tokens that hold its largest."""
     if OVERLAP > 0:
@@ -211,7 +288,7 @@ def cut_kernel(
             enough = tl.where(short, top_k, CAP - CAP // 8).to(tl.int32)
             most = tl.where(short, tl.minimum(top_k + tl.maximum(top_k // 4, 4), CAP), CAP)
             most = most.to(tl.int32)
-            edge, whole = group_edge(keys, order_key(peak), enough, most, CAP)
+            edge, whole = group_edge(keys, peak, temperature, enough, most, CAP, PROBES)
             read = keys >= edge
             slot = tl.cumsum(read.to(tl.int32), axis=0) - 1
             tl.store(list_ptr + cell * CAP + slot, g, mask=read)
@@ -241,7 +318,7 @@ def cut_kernel(
             if count <= FEW:
                 threshold, kept_mass, decided = decide(
                     packed, kept_weights, count, whole, total, top_k, top_p, min_p, peak,
-                    temperature, edge, FEW, CHUNK,
+                    temperature, edge, FEW, FEW if AT_ONCE else CHUNK,
                 )  # fmt: skip
             else:
                 threshold, kept_mass, decided = decide(
@@ -415,6 +492,7 @@ def truncate(call: Call, stats: Statistics, rules: Rules) -> Cut:
         torch.empty_like(cut.logits, dtype=torch.float64), cut.counts, cut.thresholds, cut.masses,
         *call.sizes, groups, GROUP=group, GROUPS=triton.next_power_of_2(groups), CAP=read,
         READ=min(READ, read * group), FEW=min(FEW, CANDIDATES), PACKED=CANDIDATES,
+        AT_ONCE=AT_ONCE, PROBES=PROBES,
         num_warps=CUT_WARPS, maxnreg=CUT_REGISTERS, **sizes,
     )  # fmt: skip
     launch(
