@@ -65,9 +65,7 @@ def final_logits(
     if draft_ptr is not None:
         # No draft, no reading: the logits are -inf, and the weights 0. A branch instead would have
         # these asked for only when the target's have come.
-        y = raw_logits(
-            draft_ptr, draft_b, draft_k, draft_v, b, n, offsets, tl.where(drawn, V, 0)
-        )
+        y = raw_logits(draft_ptr, draft_b, draft_k, draft_v, b, n, offsets, tl.where(drawn, V, 0))
     return x, y
 
 

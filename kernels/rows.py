@@ -94,10 +94,10 @@ def penalise(x, seen, penalty):
     """Seen logits divided by the penalty where positive, else multiplied; IEEE float32.
 
     A quotient: that by the reciprocal, corrected by what it leaves of x, which one fused product
-    yields exactly; with the reciprocal rounded once this rounds as a division does (Markstein 1990;
-    where nothing is below 2^-102 or infinite), without a branch for every logit or float64, whose
-    conversions would bound the launch. The reciprocal goes through float64: no quotient of two
-    float32 lies within 2^-49 of itself of where rounding to float32 turns.
+    yields exactly. With the reciprocal rounded once this rounds as a division does (Markstein
+    1990), where nothing is below 2^-102; what overflows is NaN, as good an error as infinity. No
+    branch for every logit, and no float64, whose conversions would bound the launch, but for the
+    reciprocal: no quotient of two float32 lies within 2^-49 of itself of where rounding turns.
     """
     wide = penalty.to(tl.float64)
     if INTERPRETED:  # whose fused product is rounded twice
@@ -107,7 +107,6 @@ def penalise(x, seen, penalty):
         near = x * inverse
         left = tl.fma(-near, penalty, x)
         quotient = tl.fma(left, inverse, near)
-    quotient = tl.where(x < float("inf"), quotient, x)
     return tl.where(seen, tl.where(x > 0, quotient, x * penalty), x)
 
 
@@ -115,9 +114,7 @@ def penalise(x, seen, penalty):
 def raw_logits(base_ptr, base_b, base_k, base_v, b, position, offsets, V):
     """One model's row at a position as it is stored, -inf past the vocabulary."""
     base_ptr += b.to(tl.int64) * base_b + position.to(tl.int64) * base_k
-    return tl.load(
-        base_ptr + offsets.to(tl.int64) * base_v, mask=offsets < V, other=-float("inf")
-    )
+    return tl.load(base_ptr + offsets.to(tl.int64) * base_v, mask=offsets < V, other=-float("inf"))
 
 
 @triton.jit

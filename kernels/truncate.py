@@ -1,4 +1,5 @@
 # mypy: disallow-untyped-defs=False
+# ruff: noqa: SIM102 (what the compiler decides stays apart from what the device decides)
 
 """Exact thresholds of top-k, top-p and min-p: two launches, the second of which rarely has work.
 
@@ -125,9 +126,7 @@ def key_below(peak, distance, low, high):
 
 
 @triton.jit
-def group_edge(
-    keys, peak, temperature, enough, most, CAP: tl.constexpr, PROBES: tl.constexpr
-):
+def group_edge(keys, peak, temperature, enough, most, CAP: tl.constexpr, PROBES: tl.constexpr):
     """A key that `enough` of `keys` reach, `most` if ties allow, CAP at most; is it below all?"""
     bottom = tl.full((), -2139095040, tl.int64)  # the key of the least float32 above -inf
     low = bottom
@@ -138,7 +137,8 @@ def group_edge(
         high = low
         reached = beyond
     if PROBES == 6:
-        if high > low:  # where a law has its mass: temperatures below the peak
+        # Where a law has its mass: temperatures below the peak.
+        if high > low:
             low, beyond, high, reached = narrowed(
                 keys, key_below(peak, temperature, low, high),
                 key_below(peak, 2 * temperature, low, high),
@@ -263,7 +263,7 @@ def cut_kernel(
     packed_ptr, packed_ids_ptr, weight_ptr, found_ptr, threshold_ptr, kept_ptr, V, K, S, G,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     CAP: tl.constexpr, READ: tl.constexpr, FEW: tl.constexpr, PACKED: tl.constexpr,
-    AT_ONCE: tl.constexpr, PROBES: tl.constexpr, OVERLAP: tl.constexpr,
+    TOGETHER: tl.constexpr, PROBES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Threshold and kept mass of one row, from the groups of tokens that hold its largest."""
     if OVERLAP > 0:
@@ -318,7 +318,7 @@ def cut_kernel(
             if count <= FEW:
                 threshold, kept_mass, decided = decide(
                     packed, kept_weights, count, whole, total, top_k, top_p, min_p, peak,
-                    temperature, edge, FEW, FEW if AT_ONCE else CHUNK,
+                    temperature, edge, FEW, TOGETHER,
                 )  # fmt: skip
             else:
                 threshold, kept_mass, decided = decide(
@@ -492,7 +492,7 @@ def truncate(call: Call, stats: Statistics, rules: Rules) -> Cut:
         torch.empty_like(cut.logits, dtype=torch.float64), cut.counts, cut.thresholds, cut.masses,
         *call.sizes, groups, GROUP=group, GROUPS=triton.next_power_of_2(groups), CAP=read,
         READ=min(READ, read * group), FEW=min(FEW, CANDIDATES), PACKED=CANDIDATES,
-        AT_ONCE=AT_ONCE, PROBES=PROBES,
+        TOGETHER=min(FEW, CANDIDATES) if AT_ONCE else CHUNK.value, PROBES=PROBES,
         num_warps=CUT_WARPS, maxnreg=CUT_REGISTERS, **sizes,
     )  # fmt: skip
     launch(

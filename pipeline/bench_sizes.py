@@ -30,8 +30,8 @@ SPLITS = (
     {"BLOCK": 16384, "WARPS": 8, "registers": 96},
     {"BLOCK": 16384, "WARPS": 8, "registers": 128},
 )
-# Of launch 2, first what it is made of: strips of one warp, or of the tile as a whole (all warps then
-# meet), with the next tile asked for or not; then sizes of the best of these.
+# Of launch 2, first what it is made of: strips of one warp, or of the tile as a whole (all warps
+# then meet), with the next tile asked for or not; then sizes of the best of these.
 TILES = (
     {"TILE": 2048, "STRIP": 2048, "ahead": 0},
     {"TILE": 2048, "STRIP": 2048, "ahead": 1},

@@ -1,8 +1,8 @@
 """Is the residual exact where float32 sums are not, and does no share of the work show?
 
 Would catch: P and Q of launch 1 taken for exact; a token on the wrong side of equality; a tile
-summed twice or never, or with logits of another; a result that depends on how many programs share a row or on its neighbours
-in the batch; weights that underflow or overflow at odd temperatures; a draft that is all the
+summed twice or never, or with logits of another; a result that depends on how many programs share
+a row or on its neighbours in the batch; weights that underflow or overflow at odd temperatures; a draft that is all the
 target's mass; a draw from what truncation found that is not the row's; a penalty rounded
 otherwise. Runs in Triton's interpreter where there is no GPU.
 """
