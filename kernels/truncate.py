@@ -215,7 +215,7 @@ def decide(
         reach = other[:, None] >= z[None, :]
         above, mass = counts_and_sums(reach, tl.where(reach, theirs[:, None], 0.0))
     if top_k > 0:
-        if CHUNK < PACKED:
+        if CHUNK != PACKED:
             for start in range(0, last, CHUNK):
                 j = start + tl.arange(0, CHUNK)
                 other = tl.load(packed_ptr + j, mask=j < last, other=-float("inf"))
@@ -225,10 +225,10 @@ def decide(
         kept = kept & (z >= least)
         decided = decided & ((count >= top_k) | whole)
         sure = sure | (count >= top_k)
-    if CHUNK < PACKED:
+    if CHUNK != PACKED:
         w = tl.where(kept, exact_weights(tl.where(kept, z, peak), peak, temperature), 0.0)
     if top_p < 1:
-        if CHUNK < PACKED:
+        if CHUNK != PACKED:
             tl.store(weight_ptr + d, w)
             tl.debug_barrier()
             for start in range(0, last, CHUNK):

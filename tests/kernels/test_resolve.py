@@ -1,10 +1,10 @@
 """Is the residual exact where float32 sums are not, and does no share of the work show?
 
 Would catch: P and Q of launch 1 taken for exact; a token on the wrong side of equality; a tile
-summed twice or never, or with logits of another; a result that depends on how many programs share
-a row or on its neighbours in the batch; weights that underflow or overflow at odd temperatures; a draft that is all the
-target's mass; a draw from what truncation found that is not the row's; a penalty rounded
-otherwise. Runs in Triton's interpreter where there is no GPU.
+summed twice or never, or with another's logits; a result that depends on how many programs share a
+row or on its neighbours in the batch; weights that underflow or overflow at odd temperatures; a
+draft that is all the target's mass; a draw from what truncation found that is not the row's; a
+penalty rounded otherwise. Runs in Triton's interpreter where there is no GPU.
 """
 
 from typing import Any
@@ -106,7 +106,7 @@ def test_shares_of_the_work_do_not_show(
 ) -> None:
     case = with_rules(make_case(4, 2, 1, 1000, dtype=torch.bfloat16, device=DEVICE), *rules)
     together = case.run(verify)
-    for programs, ahead in ((1, 0), (1, 1), (5, 0)):
+    for programs, ahead in ((1, 0), (1, 1), (2, 1), (5, 0)):
         chosen = Sizes(programs=programs * 2, ahead=ahead)
         monkeypatch.setattr(module, "sizes", lambda _, chosen=chosen: chosen)
         assert_equal(together, case.run(verify))
