@@ -25,7 +25,7 @@ class Runtime:
     device: str  # "auto", "cpu" or "cuda"
     threads: int  # CPU threads of torch; 0: as many as there are cores, or a few beside a GPU
     clock: str  # "system", or "virtual": every reading advances 1/1024 s, for equal runs
-    num_processes: int = 1  # that train or answer together; 0: one for each GPU
+    num_processes: int = 1  # that do a stage's work; 0: one for each GPU
     sharding: str = "ddp"  # each of them holds all ("ddp"), or its share of what is trained
     peak_tflops: dict[str, float] = field(default_factory=dict)  # GPU name -> dense bfloat16
 
@@ -60,14 +60,20 @@ class Runtime:
             raise ValueError("runtime.device=cuda, but torch sees no GPU; use runtime.device=cpu")
         return self.device
 
-    def resolved_processes(self) -> int:
-        """How many processes work together; more than there are GPUs is refused."""
+    def num_gpus(self) -> int:
+        """How many GPUs there are for this run's processes; none where it runs on the CPU."""
         import torch
 
+        return 0 if self.resolved_device() == "cpu" else torch.cuda.device_count()
+
+    def resolved_processes(self, share_gpus: bool = False) -> int:
+        """How many processes a stage has; more than there are GPUs is refused, unless its
+        processes may share them.
+        """
         if self.resolved_device() == "cpu":
             return max(1, self.num_processes)
-        gpus = torch.cuda.device_count()
-        if self.num_processes > gpus:
+        gpus = self.num_gpus()
+        if self.num_processes > gpus and not share_gpus:
             raise ValueError(
                 f"runtime.num_processes={self.num_processes}, but torch sees {gpus} GPUs; use "
                 "runtime.num_processes=0, which is one for each"
