@@ -179,6 +179,7 @@ def found_there() -> list[dict[str, Any]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_processes_that_share_gpus_stay_on_their_own() -> None:
     gpus = torch.cuda.device_count()
     size = gpus + 1
@@ -192,6 +193,7 @@ def test_processes_that_share_gpus_stay_on_their_own() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_members_that_share_a_gpu_end_as_one_process(world: World, tmp_path: Path) -> None:
     """One round, whose shares are labels: those of later ones hang on what was measured."""
     ended = {}
