@@ -97,6 +97,12 @@ class Runtime:
             return self.threads
         return num_cores() if self.resolved_device() == "cpu" else min(num_cores(), GPU_THREADS)
 
+    def threads_each(self, size: int) -> int:
+        """Of torch in each of so many processes; beside a GPU their share of the cores."""
+        if self.threads or self.resolved_device() == "cpu":
+            return max(1, self.num_threads() // size)
+        return max(1, min(num_cores() // size, GPU_THREADS))
+
     def apply(self) -> None:
         """Give torch its threads, for this whole process."""
         import torch
