@@ -199,7 +199,7 @@ def _join_group(rank: int, size: int, port: int, runtime: Runtime) -> None:
     import torch
     from torch import distributed
 
-    threads = runtime.threads_each(size)
+    threads = runtime.num_threads(size)
     os.environ |= {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": HOST},
         **{"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_PORT": str(port)},

@@ -102,7 +102,8 @@ class Prepare(Stage):
             return {name: len(rows) for name, rows in loaded.items()}
         dropped: Counter[str] = Counter()
         kept = {name: self._clean(rows, dropped) for name, rows in loaded.items()}
-        leaks = self._take_out_leaks(kept)
+        benches = [text for path in self._bench_files() for text in bench_texts(path)]
+        leaks = self._take_out_leaks(kept, benches)
         if leaks:
             dropped["dropped_leaks"] = len(leaks)
             save_leaks(leaks, workspace.out / LEAKS)
@@ -110,7 +111,10 @@ class Prepare(Stage):
         splits = self.split(kept, groups, workspace.seed)
         boilerplate = refuse_leaks(splits, self.rule)
         self._refuse_few(splits)
-        splits["drafter_train"] = self._enlarged(splits, workspace.seed)
+        splits["drafter_train"] += self._texts(splits, benches, workspace.seed, dropped)
+        splits["drafter_train"] = with_follow_ups(
+            splits["drafter_train"], self.follow_up_percent, self.follow_ups, workspace.seed
+        )
         save(splits, workspace.out)
         warnings = warnings_about(splits, dropped, leaks, groups)
         text = describe_splits(splits, dropped, leaks, boilerplate, warnings)
@@ -137,13 +141,12 @@ class Prepare(Stage):
                 kept.append(row)
         return kept
 
-    def _take_out_leaks(self, kept: Splits) -> list[Leak]:
+    def _take_out_leaks(self, kept: Splits, benches: Sequence[HeldOut]) -> list[Leak]:
         """Drop from `kept` what shares text with what it must not have seen; the rows dropped.
 
         Raises ValueError instead where leaking rows are refused. Every round may turn a run that
         was boilerplate into one that counts, so there are rounds until nothing is found.
         """
-        benches = [text for path in self._bench_files() for text in bench_texts(path)]
         found: list[Leak] = []
         while True:
             before = len(found)
@@ -206,15 +209,17 @@ class Prepare(Stage):
         splits["drafter_train"] = [row for members in order for row in members]
         return splits
 
-    def _enlarged(self, splits: Splits, seed: int) -> list[Row]:
-        """drafter_train with later turns and texts to be worked on, none of which leaks."""
-        rows = splits["drafter_train"]
-        benches = [text for path in self._bench_files() for text in bench_texts(path)]
-        about = tasks_about(rows, self.text_task_percent, self.text_tasks, seed)
-        leaks = leaks_against(about, self._held_out(splits, "drafter_train", benches), self.rule)
+    def _texts(
+        self, splits: Splits, benches: Sequence[HeldOut], seed: int, dropped: Counter[str]
+    ) -> list[Row]:
+        """Responses of drafter_train as texts to be worked on, but for those that leak."""
+        made = tasks_about(splits["drafter_train"], self.text_task_percent, self.text_tasks, seed)
+        made = self._clean(made, dropped)
+        leaks = leaks_against(made, self._held_out(splits, "drafter_train", benches), self.rule)
+        if leaks:
+            dropped["dropped_leaking_texts"] = len(leaks)
         leaking = {id(leak.row) for leak in leaks}
-        talks = with_follow_ups(rows, self.follow_up_percent, self.follow_ups, seed)
-        return talks + [row for row in about if id(row) not in leaking]
+        return [row for row in made if id(row) not in leaking]
 
     def _refuse_few(self, splits: Splits) -> None:
         domains = sorted({row.domain for name in SPLITS for row in splits[name]})

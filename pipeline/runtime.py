@@ -89,19 +89,12 @@ class Runtime:
         tflops = self.peak_tflops.get(torch.cuda.get_device_name())
         return None if tflops is None else tflops * 1e12
 
-    def num_threads(self) -> int:
-        """Of torch on the CPU. Beside a GPU, where the CPU has small things to do, many threads
-        mostly wait for each other, the more so where several runs share the machine.
+    def num_threads(self, size: int = 1) -> int:
+        """Of torch on the CPU, in each of so many processes. Beside a GPU, where the CPU has small
+        things to do, many threads mostly wait for each other.
         """
-        if self.threads:
-            return self.threads
-        return num_cores() if self.resolved_device() == "cpu" else min(num_cores(), GPU_THREADS)
-
-    def threads_each(self, size: int) -> int:
-        """Of torch in each of so many processes; beside a GPU their share of the cores."""
-        if self.threads or self.resolved_device() == "cpu":
-            return max(1, self.num_threads() // size)
-        return max(1, min(num_cores() // size, GPU_THREADS))
+        each = max(1, (self.threads or num_cores()) // size)
+        return each if self.threads or self.resolved_device() == "cpu" else min(each, GPU_THREADS)
 
     def apply(self) -> None:
         """Give torch its threads, for this whole process."""

@@ -403,6 +403,16 @@ def test_a_text_that_a_benchmark_holds_is_no_task(tmp_path):
     held = prepare(data, tmp_path / "held", benches=[asked], **settings)
     assert len(free["drafter_train"]) > len(held["drafter_train"])
     assert not any(LONG in row["text"] for row in held["drafter_train"])
+    num_more = len(free["drafter_train"]) - len(held["drafter_train"])
+    assert held["metrics"]["dropped_leaking_texts"] == num_more
+
+
+def test_a_response_that_stands_twice_is_one_text(tmp_path):
+    rows = [{"prompt": f"asks number {n}", "response": prose(0)} for n in range(60)]
+    data = files([str(write(tmp_path / "a.jsonl", rows))], max_rows_per_domain=0)
+    made = prepare(data, tmp_path / "out", text_task_percent=100)["drafter_train"]
+    assert len({row["id"] for row in made}) == len(made)
+    assert sum("\n\n" in row["text"] for row in made) == len(SETTINGS["text_tasks"])
 
 
 @pytest.mark.parametrize(

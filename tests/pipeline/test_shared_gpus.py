@@ -68,10 +68,10 @@ def test_processes_share_the_cores(see_gpus: SeeGpus, monkeypatch: pytest.Monkey
     """Eight at most beside a GPU, and what was asked for is for all of them together."""
     see_gpus(2)
     monkeypatch.setattr("pipeline.runtime.num_cores", lambda: 32)
-    each = {size: replace(CUDA, threads=0).threads_each(size) for size in (1, 2, 6, 40)}
+    each = {size: replace(CUDA, threads=0).num_threads(size) for size in (1, 2, 6, 40)}
     assert each == {1: 8, 2: 8, 6: 5, 40: 1}
-    assert replace(CUDA, threads=12).threads_each(6) == 2
-    assert replace(CUDA, device="cpu", threads=0).threads_each(6) == 5
+    assert replace(CUDA, threads=12).num_threads(6) == 2
+    assert replace(CUDA, device="cpu", threads=0).num_threads(6) == 5
 
 
 @pytest.mark.parametrize(("size", "bound"), [(2, torch.device("cuda", 1)), (4, None)])
