@@ -5,6 +5,7 @@ writes nothing. Whatever ends it ends them: a worker watches its parent and leav
 """
 
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -34,21 +35,24 @@ class WorkerError(RuntimeError):
     """A worker's own traceback, shown as the cause of the error that it raised."""
 
 
-def launch(work: Callable[..., T], *args: Any, runtime: Runtime) -> T:
+def launch(work: Callable[..., T], *args: Any, runtime: Runtime, share_gpus: bool = False) -> T:
     """What `work(*args)` returns, done by runtime.resolved_processes() processes that can talk.
 
-    One process: a plain call. Several: each calls it with torch.distributed set up (gloo on the
-    CPU, nccl on GPUs), and what the first of them returns is returned. An error in any of them ends
-    all and is raised here. `work` and `args` must be picklable.
+    One process: a plain call. Several: each calls it with torch.distributed set up (see
+    `backend_and_gpu`), and what the first of them returns is returned. An error in any of them ends
+    all and is raised here. `work` and `args` must be picklable. `share_gpus`: there may be more
+    processes than GPUs; for work of which each process does a part by itself.
     """
-    size = runtime.resolved_processes()
+    size = runtime.resolved_processes(share_gpus)
     if size == 1:
         return work(*args)
     from torch.distributed import TCPStore
 
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # any free port
     context = multiprocessing.get_context("spawn")  # a fork would inherit threads and locks
-    log.info("%d processes work together", size)
+    gpus = runtime.num_gpus()
+    where = f", up to {math.ceil(size / gpus)} on a GPU" if 0 < gpus < size else ""
+    log.info("%d processes work together%s", size, where)
     workers: list[tuple[BaseProcess, Connection]] = []
     try:
         with _gpus_out_of_sight() if runtime.resolved_device() == "cpu" else nullcontext():
@@ -65,6 +69,16 @@ def launch(work: Callable[..., T], *args: Any, runtime: Runtime) -> T:
             process.kill()  # those that are done wait to be let go
         for process, _ in workers:
             process.join()
+
+
+def backend_and_gpu(rank: int, size: int, runtime: Runtime) -> tuple[str, int | None]:
+    """(backend of the group, this process's GPU): nccl, but gloo on the CPU and where processes
+    share a GPU, which nccl refuses.
+    """
+    gpus = runtime.num_gpus()
+    if gpus == 0:
+        return "gloo", None
+    return "nccl" if size <= gpus else "gloo", rank % gpus
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -185,25 +199,25 @@ def _join_group(rank: int, size: int, port: int, runtime: Runtime) -> None:
     import torch
     from torch import distributed
 
-    threads = max(1, runtime.num_threads() // size)
+    threads = runtime.num_threads(size)
     os.environ |= {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": HOST},
         **{"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_PORT": str(port)},
         "OMP_NUM_THREADS": str(threads),  # accelerate asks for it
     }
     torch.set_num_threads(threads)
-    on_gpu = runtime.resolved_device() == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    else:
+    backend, gpu = backend_and_gpu(rank, size, runtime)
+    if gpu is not None:
+        torch.cuda.set_device(gpu)  # accelerate chooses the same one by LOCAL_RANK
+    if backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine
     store = distributed.TCPStore(HOST, port, is_master=False)
     distributed.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        backend,
         store=store,
         rank=rank,
         world_size=size,
-        device_id=torch.device("cuda", rank) if on_gpu else None,
+        device_id=torch.device("cuda", gpu) if backend == "nccl" and gpu is not None else None,
         timeout=PATIENCE,
     )
 

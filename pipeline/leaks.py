@@ -5,8 +5,10 @@ run that stands in very many prompts is boilerplate (an instruction that a whole
 and tells nothing about any of them.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from pipeline.progress import progress
@@ -202,3 +204,16 @@ def shown(text: str) -> str:
 def shortened(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARS else line[: SHOWN_CHARS - 3] + "..."
+
+
+def save_leaks(leaks: Sequence[Leak], path: Path) -> None:
+    """One JSON object a line: every row that was dropped, and why."""
+    with path.open("w", encoding="utf-8") as file:
+        for leak in leaks:
+            facts = {"where": leak.row.where, "id": leak.row.id, "text": leak.row.text}
+            shared = {
+                "shares": leak.passage,
+                "with": leak.other_name,
+                "with_where": leak.other_where,
+            }
+            file.write(json.dumps({**facts, **shared}, ensure_ascii=False) + "\n")

@@ -76,9 +76,9 @@ class Portfolio(Distill):
         }
         return {"answers": Need("regenerate"), **parents}
 
-    def processes_of_a_step(self, runtime: Runtime) -> int:
+    def trains_apart(self, runtime: Runtime) -> bool:
         """Members train side by side, one a process, unless each is sharded over all."""
-        return runtime.resolved_processes() if runtime.sharding == "fsdp2" else 1
+        return runtime.sharding != "fsdp2"
 
     def train(self, workspace: Workspace) -> dict[str, Any]:
         """The work of one process of those that train together."""

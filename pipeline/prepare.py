@@ -1,6 +1,5 @@
 """Prompts from anywhere, made one kind: normalised, each once, split so that nothing leaks."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,10 +22,12 @@ from pipeline.leaks import (
     leaks_against,
     refuse_leaks,
     related,
+    save_leaks,
 )
 from pipeline.prompt_summary import describe_splits, warnings_about
 from pipeline.rows import COLUMNS, SPLITS, Row, folded, fraction
 from pipeline.stage import Stage, Workspace
+from pipeline.text_tasks import tasks_about
 
 TRAIN = "train"
 LEARNED = (TRAIN, "validation")  # trained on, or what chooses between trained drafters
@@ -53,6 +54,8 @@ class Prepare(Stage):
     leaking_rows: str  # one of LEAKING: what becomes of a row that shares text with what it may not
     follow_up_percent: int  # of the conversations in drafter_train that go on after the answer
     follow_ups: list[str]  # what the person says then, one of these
+    text_task_percent: int  # of its responses in prose that become a text to be worked on
+    text_tasks: list[str]  # what is asked of such a text, one of these
 
     def __post_init__(self) -> None:
         shares = (self.router_train_percent, self.validation_percent, self.test_percent)
@@ -69,14 +72,17 @@ class Prepare(Stage):
                 f"stages.prepare.leaking_rows={self.leaking_rows} is unknown; "
                 f"use {' or '.join(LEAKING)}"
             )
-        if not 0 <= self.follow_up_percent <= 100:
+        self._check_share("follow_up_percent", "follow_ups")
+        self._check_share("text_task_percent", "text_tasks")
+
+    def _check_share(self, share: str, requests: str) -> None:
+        percent = getattr(self, share)
+        if not 0 <= percent <= 100:
+            raise ValueError(f"stages.prepare.{share}={percent} must be from 0 to 100")
+        if percent and not getattr(self, requests):
             raise ValueError(
-                f"stages.prepare.follow_up_percent={self.follow_up_percent} must be from 0 to 100"
-            )
-        if self.follow_up_percent and not self.follow_ups:
-            raise ValueError(
-                f"stages.prepare.follow_up_percent={self.follow_up_percent} needs something to "
-                "say; give stages.prepare.follow_ups a request, or set the percentage to 0"
+                f"stages.prepare.{share}={percent} needs something to say; give stages.prepare."
+                f"{requests} a request, or set the percentage to 0"
             )
 
     @property
@@ -96,7 +102,8 @@ class Prepare(Stage):
             return {name: len(rows) for name, rows in loaded.items()}
         dropped: Counter[str] = Counter()
         kept = {name: self._clean(rows, dropped) for name, rows in loaded.items()}
-        leaks = self._take_out_leaks(kept)
+        benches = [text for path in self._bench_files() for text in bench_texts(path)]
+        leaks = self._take_out_leaks(kept, benches)
         if leaks:
             dropped["dropped_leaks"] = len(leaks)
             save_leaks(leaks, workspace.out / LEAKS)
@@ -104,6 +111,7 @@ class Prepare(Stage):
         splits = self.split(kept, groups, workspace.seed)
         boilerplate = refuse_leaks(splits, self.rule)
         self._refuse_few(splits)
+        splits["drafter_train"] += self._texts(splits, benches, workspace.seed, dropped)
         splits["drafter_train"] = with_follow_ups(
             splits["drafter_train"], self.follow_up_percent, self.follow_ups, workspace.seed
         )
@@ -133,13 +141,12 @@ class Prepare(Stage):
                 kept.append(row)
         return kept
 
-    def _take_out_leaks(self, kept: Splits) -> list[Leak]:
+    def _take_out_leaks(self, kept: Splits, benches: Sequence[HeldOut]) -> list[Leak]:
         """Drop from `kept` what shares text with what it must not have seen; the rows dropped.
 
         Raises ValueError instead where leaking rows are refused. Every round may turn a run that
         was boilerplate into one that counts, so there are rounds until nothing is found.
         """
-        benches = [text for path in self._bench_files() for text in bench_texts(path)]
         found: list[Leak] = []
         while True:
             before = len(found)
@@ -202,6 +209,18 @@ class Prepare(Stage):
         splits["drafter_train"] = [row for members in order for row in members]
         return splits
 
+    def _texts(
+        self, splits: Splits, benches: Sequence[HeldOut], seed: int, dropped: Counter[str]
+    ) -> list[Row]:
+        """Responses of drafter_train as texts to be worked on, but for those that leak."""
+        made = tasks_about(splits["drafter_train"], self.text_task_percent, self.text_tasks, seed)
+        made = self._clean(made, dropped)
+        leaks = leaks_against(made, self._held_out(splits, "drafter_train", benches), self.rule)
+        if leaks:
+            dropped["dropped_leaking_texts"] = len(leaks)
+        leaking = {id(leak.row) for leak in leaks}
+        return [row for row in made if id(row) not in leaking]
+
     def _refuse_few(self, splits: Splits) -> None:
         domains = sorted({row.domain for name in SPLITS for row in splits[name]})
         if not domains:
@@ -237,16 +256,3 @@ def _refuse(leaks: Sequence[Leak]) -> None:
     raise ValueError(
         f"{leaks[0]}{more}; take such prompts out, or set stages.prepare.leaking_rows=drop"
     )
-
-
-def save_leaks(leaks: Sequence[Leak], path: Path) -> None:
-    """One JSON object a line: every row that was dropped, and why."""
-    with path.open("w", encoding="utf-8") as file:
-        for leak in leaks:
-            facts = {"where": leak.row.where, "id": leak.row.id, "text": leak.row.text}
-            shared = {
-                "shares": leak.passage,
-                "with": leak.other_name,
-                "with_where": leak.other_where,
-            }
-            file.write(json.dumps({**facts, **shared}, ensure_ascii=False) + "\n")

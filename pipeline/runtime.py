@@ -25,7 +25,7 @@ class Runtime:
     device: str  # "auto", "cpu" or "cuda"
     threads: int  # CPU threads of torch; 0: as many as there are cores, or a few beside a GPU
     clock: str  # "system", or "virtual": every reading advances 1/1024 s, for equal runs
-    num_processes: int = 1  # that train or answer together; 0: one for each GPU
+    num_processes: int = 1  # that do a stage's work; 0: one for each GPU
     sharding: str = "ddp"  # each of them holds all ("ddp"), or its share of what is trained
     peak_tflops: dict[str, float] = field(default_factory=dict)  # GPU name -> dense bfloat16
 
@@ -60,14 +60,20 @@ class Runtime:
             raise ValueError("runtime.device=cuda, but torch sees no GPU; use runtime.device=cpu")
         return self.device
 
-    def resolved_processes(self) -> int:
-        """How many processes work together; more than there are GPUs is refused."""
+    def num_gpus(self) -> int:
+        """How many GPUs there are for this run's processes; none where it runs on the CPU."""
         import torch
 
+        return 0 if self.resolved_device() == "cpu" else torch.cuda.device_count()
+
+    def resolved_processes(self, share_gpus: bool = False) -> int:
+        """How many processes a stage has; more than there are GPUs is refused, unless its
+        processes may share them.
+        """
         if self.resolved_device() == "cpu":
             return max(1, self.num_processes)
-        gpus = torch.cuda.device_count()
-        if self.num_processes > gpus:
+        gpus = self.num_gpus()
+        if self.num_processes > gpus and not share_gpus:
             raise ValueError(
                 f"runtime.num_processes={self.num_processes}, but torch sees {gpus} GPUs; use "
                 "runtime.num_processes=0, which is one for each"
@@ -83,13 +89,12 @@ class Runtime:
         tflops = self.peak_tflops.get(torch.cuda.get_device_name())
         return None if tflops is None else tflops * 1e12
 
-    def num_threads(self) -> int:
-        """Of torch on the CPU. Beside a GPU, where the CPU has small things to do, many threads
-        mostly wait for each other, the more so where several runs share the machine.
+    def num_threads(self, size: int = 1) -> int:
+        """Of torch on the CPU, in each of so many processes. Beside a GPU, where the CPU has small
+        things to do, many threads mostly wait for each other.
         """
-        if self.threads:
-            return self.threads
-        return num_cores() if self.resolved_device() == "cpu" else min(num_cores(), GPU_THREADS)
+        each = max(1, (self.threads or num_cores()) // size)
+        return each if self.threads or self.resolved_device() == "cpu" else min(each, GPU_THREADS)
 
     def apply(self) -> None:
         """Give torch its threads, for this whole process."""

@@ -11,6 +11,8 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pipeline.launch import meet
+
 T = TypeVar("T")
 
 
@@ -65,15 +67,16 @@ class Team:
                 yield
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes, on this one's device."""
-        values = values.to(self.device)
+        """The sum over all processes, on this one's device; gloo adds up on the CPU."""
         if self.size > 1:
+            gloo = torch.distributed.get_backend() == "gloo"
+            values = values.to("cpu" if gloo else self.device)
             torch.distributed.all_reduce(values)
-        return values
+        return values.to(self.device)
 
     def wait(self) -> None:
         """Until all processes are here."""
-        self.accelerator.wait_for_everyone()
+        meet()  # accelerate would name a GPU by LOCAL_RANK, one too many where they are shared
 
 
 class Alone(Team):

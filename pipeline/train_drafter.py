@@ -194,17 +194,18 @@ class TrainDrafter(Stage):
         }
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
-        size = self.processes_of_a_step(workspace.runtime)
+        apart = self.trains_apart(workspace.runtime)
+        size = 1 if apart else workspace.runtime.resolved_processes()
         if self.accumulate % size:
             raise ValueError(
                 f"accumulate={self.accumulate} micro-batches of a step cannot be dealt to {size} "
                 f"processes alike; make it a multiple of {size}, or change runtime.num_processes"
             )
-        return launch(self.train, workspace, runtime=workspace.runtime)
+        return launch(self.train, workspace, runtime=workspace.runtime, share_gpus=apart)
 
-    def processes_of_a_step(self, runtime: Runtime) -> int:
-        """How many processes take each step together."""
-        return runtime.resolved_processes()
+    def trains_apart(self, runtime: Runtime) -> bool:
+        """Whether no step is taken by several processes, so that they may share a GPU."""
+        return False
 
     def train(self, workspace: Workspace) -> dict[str, Any]:
         """The work of one process of those that train together."""

@@ -112,6 +112,7 @@ def _near(one: Shape, wanted: Shape) -> bool:
     """Whether a step of this shape, which holds the other, takes hardly longer."""
     return (
         one.model == wanted.model
+        and one.catch_up == wanted.catch_up
         and one.model_drafts <= wanted.model_drafts + SPARE
         and one.most_drafts <= 2 * wanted.most_drafts + 2
     )

@@ -539,7 +539,9 @@ def test_a_shape_is_captured_once_it_has_been_wanted_often(
     engine = decoder._runner()
     assert isinstance(engine, DeviceEngine)
     decoder.generate(PROMPT, 9)
-    known = max(engine.steps.by_shape, key=lambda shape: (shape.model_drafts, shape.catch_up))
+    shapes = engine.steps.by_shape
+    known = max(shapes, key=lambda shape: (shape.model_drafts, shape.catch_up))
+    less = next(unread for unread in device_engine.CATCH_UPS if unread < known.catch_up)
     captured = {known}
     monkeypatch.setattr(engine.steps.graphs, "captured", lambda shape: shape in captured)
     smaller = replace(known, model_drafts=2)
@@ -551,6 +553,7 @@ def test_a_shape_is_captured_once_it_has_been_wanted_often(
     far = [
         replace(known, model=None, model_drafts=0, catch_up=0),  # the model would be in the way
         replace(known, most_drafts=0, model_drafts=0),
+        replace(known, catch_up=less),  # every step of a fixed arm would read too much
         replace(known, model_drafts=known.model_drafts + 1),  # is not held
     ]
     assert [fitting(shape, ending=False) for shape in far] == far

@@ -438,7 +438,14 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     settings = dict.fromkeys(("router_train_percent", "validation_percent", "test_percent"), 10)
     rest = {"min_prompts": 1, "max_prompt_chars": 99, "leak_words": 0, "boilerplate_rows": 20}
     prepare = Written(
-        **settings, **rest, benches=[], leaking_rows="refuse", follow_up_percent=0, follow_ups=[]
+        **settings,
+        **rest,
+        benches=[],
+        leaking_rows="refuse",
+        follow_up_percent=0,
+        follow_ups=[],
+        text_task_percent=0,
+        text_tasks=[],
     )
     groups = {"data": Data(), "target": tiny_config(root / "target")}
     stages = {"prepare": prepare, "regenerate": regenerate_stage()}

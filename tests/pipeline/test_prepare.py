@@ -6,7 +6,8 @@ prompt that is skipped in silence; an error that does not name file and line; an
 follows the path instead of the content; a text whose continuation stands in its own prompt; a
 benchmark's question among the prompts to learn from; boilerplate taken for a leak, or a leak for
 boilerplate; a passage that two domains share and two splits see; a dropped row that nobody is told
-of; a split emptied by one large group; a later turn that does not find its first.
+of; a split emptied by one large group; a later turn that does not find its first;
+a text to be worked on that a benchmark holds.
 """
 
 import gzip
@@ -29,6 +30,7 @@ from pipeline.leaks import HeldOut, Rule, leaks_against, refuse_leaks, related
 from pipeline.prepare import Prepare
 from pipeline.rows import SPLITS, folded, make_row, normalise, words
 from pipeline.stage import Workspace
+from pipeline.text_tasks import is_prose
 from pipeline.turns import num_awaited
 
 SETTINGS = {
@@ -43,6 +45,8 @@ SETTINGS = {
     "leaking_rows": "refuse",
     "follow_up_percent": 0,
     "follow_ups": ["Why?", "Shorter."],
+    "text_task_percent": 0,
+    "text_tasks": ["Sum up:", "Translate:"],
 }
 RULE = Rule(num_words=13, most_rows=20)
 FORMAT = {
@@ -361,9 +365,60 @@ def test_a_text_to_be_continued_does_not_go_on(tmp_path):
     assert prepare(data, tmp_path / "out", follow_up_percent=100) == prepare(data, tmp_path / "no")
 
 
+def prose(number: int) -> str:
+    return " ".join(f"w{chr(97 + place % 26)}{'x' * (number % 9)}" for place in range(50 + number))
+
+
+def test_responses_in_prose_become_texts_to_be_worked_on(tmp_path):
+    code = "x = [f(3) for _ in range(9)]; " * 12
+    rows = [
+        {"prompt": f"asks number {n}", "response": (prose(n), code, "Short.")[n % 3]}
+        for n in range(120)
+    ]
+    data = files([str(write(tmp_path / "a.jsonl", rows))], max_rows_per_domain=0)
+    plain = prepare(data, tmp_path / "plain")
+    more = prepare(data, tmp_path / "more", text_task_percent=100)
+    before = {row["id"]: row for row in plain["drafter_train"]}
+    made = [row for row in more["drafter_train"] if row["id"] not in before]
+    texts = {row["response"]: row for row in before.values() if is_prose(row["response"])}
+    assert len(made) == len(texts) > 5
+    for row in made:
+        task, text = row["text"].split("\n\n")
+        assert task in SETTINGS["text_tasks"]
+        assert row["family"] == texts[text]["family"]
+        assert json.loads(row["messages_json"]) == [{"role": "user", "content": row["text"]}]
+        assert row["response"] is None
+    for name in SPLITS[1:]:
+        assert more[name] == plain[name]
+    half = prepare(data, tmp_path / "half", text_task_percent=50)
+    assert 0 < len(half["drafter_train"]) - len(before) < len(made)
+
+
+def test_a_text_that_a_benchmark_holds_is_no_task(tmp_path):
+    rows = [{"prompt": f"asks number {n}", "response": f"{LONG} {prose(n)}"} for n in range(60)]
+    data = files([str(write(tmp_path / "a.jsonl", rows))], max_rows_per_domain=0)
+    asked = bench(tmp_path / "b.jsonl", {"prompt": f"Say this: {LONG}"})
+    settings = {"text_task_percent": 100, "boilerplate_rows": 200}
+    free = prepare(data, tmp_path / "free", **settings)
+    held = prepare(data, tmp_path / "held", benches=[asked], **settings)
+    assert len(free["drafter_train"]) > len(held["drafter_train"])
+    assert not any(LONG in row["text"] for row in held["drafter_train"])
+    num_more = len(free["drafter_train"]) - len(held["drafter_train"])
+    assert held["metrics"]["dropped_leaking_texts"] == num_more
+
+
+def test_a_response_that_stands_twice_is_one_text(tmp_path):
+    rows = [{"prompt": f"asks number {n}", "response": prose(0)} for n in range(60)]
+    data = files([str(write(tmp_path / "a.jsonl", rows))], max_rows_per_domain=0)
+    made = prepare(data, tmp_path / "out", text_task_percent=100)["drafter_train"]
+    assert len({row["id"] for row in made}) == len(made)
+    assert sum("\n\n" in row["text"] for row in made) == len(SETTINGS["text_tasks"])
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"text_task_percent": -1}, r"text_task_percent=-1 must be from 0 to 100"),
         ({"follow_up_percent": 101}, r"follow_up_percent=101 must be from 0 to 100"),
         ({"follow_up_percent": 5, "follow_ups": []}, r"follow_up_percent=5 needs something to say"),
     ],
