@@ -78,6 +78,19 @@ class BenchData:
             rows += [row for turns in questions if turns[0].id in kept for row in turns]
         return {BENCH: rows}
 
+    def repeats(self, seed: int) -> set[str]:
+        """Ids of prompts that one before them asks word for word, with the same earlier turns.
+
+        Benchmarks borrow from each other: what counts questions of several counts each once.
+        """
+        asked: set[str] = set()
+        found = set()
+        for row in self.load(seed)[BENCH]:
+            if row.messages_json in asked:
+                found.add(row.id)
+            asked.add(row.messages_json)
+        return found
+
     def identity(self) -> dict[str, Any]:
         """What the rows follow from; how they are answered is the answering stage's affair."""
         contents = [(stem(path), digest(path)) for path in self.paths()]

@@ -28,7 +28,7 @@ from pipeline.scores import ALL, Resampling
 from pipeline.stage import Need, Stage, Workspace
 
 FILE = "comparison.json"
-BENCHES = "benchmarks"  # all of them, as if they were one split
+BENCHES = "benchmarks"  # all of them, as if they were one split; a question that two ask is one
 
 Row = dict[str, Any]
 
@@ -66,16 +66,20 @@ class Compare(Stage):
             for entry in sums_of(frame, self.num_draft_tokens, frame["law"].unique())
         ]
         resampling = Resampling(self.num_resamples, workspace.seed)
-        shared = []
+        shared: list[Row] = []
+        repeats: set[str] = set()
         if data.chosen:
+            repeats = data.repeats(workspace.seed)
             settings = workspace.manifest("prompts")["identity"]["settings"]
             shared = leaks(data, workspace.inputs["prompts"], settings)
-        summary = self._summary(with_best_of(sums, self.best_of), resampling)
+        once = [entry for entry in sums if not (entry.is_bench and entry.prompt_id in repeats)]
+        summary = self._summary(with_best_of(once, self.best_of), resampling)
         content = {
             "num_draft_tokens": self.num_draft_tokens,
             **acceptance_tables(sums, self.best_of, self.compare_with, resampling),
             **summary,
             "bench_leaks": shared,
+            "bench_repeats": sorted(repeats),
         }
         write_json(workspace.out / FILE, finite(content))
         return means(summary["acceptance_summary"])
@@ -89,7 +93,10 @@ class Compare(Stage):
         return Group(*tables)
 
     def _summary(self, sums: Sequence[Sums], resampling: Resampling) -> dict[str, list[Row]]:
-        """By domain, of the test split and of all benchmarks together, and over all domains."""
+        """By domain, of the test split and of all benchmarks together, and over all domains.
+
+        `sums` hold no question twice: else one that two benchmarks ask would have two votes.
+        """
         pooled = [replace(e, split=BENCHES, is_bench=False) if e.is_bench else e for e in sums]
         pooled += [replace(entry, domain=ALL) for entry in pooled]
         gains = [

@@ -119,6 +119,16 @@ def test_a_few_questions_are_always_the_same_ones_with_all_their_turns(tmp_path)
     assert sum(name.startswith("talk") for name in ids) == 4
 
 
+def test_what_is_asked_twice_is_found_with_its_earlier_turns(tmp_path):
+    one = data(write(tmp_path))
+    assert one.repeats(0) == {"talk/1/1"}  # its first turn is that of talk/0
+    other = {"turns": ["w1 w1", TALK[0]["turns"][1]]}  # the same second turn after another first
+    rows = [{"turns": TALK[0]["turns"]}, other]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    three = data(tmp_path, files=["quiz.jsonl", "talk.jsonl.gz", "more.jsonl"])
+    assert three.repeats(0) == {"talk/1/1", "more/0/1", "more/0/2"}
+
+
 def test_problems_belong_to_prompts(tmp_path):
     problems = data(write(tmp_path)).problems()
     assert set(problems) == {"quiz/a/1", "quiz/3/1"}

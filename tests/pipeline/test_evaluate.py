@@ -482,3 +482,23 @@ def test_a_comparison_says_all_domains_together(benched: Any) -> None:
     text = as_text(COMPARE.shown(benched[1]["comparison"]))
     assert f"{mean:.2f}" in text
     assert "against" in text
+
+
+def test_a_question_that_benchmarks_ask_twice_counts_once_among_all(benched: Any) -> None:
+    content = read_comparison(benched[1]["comparison"])
+    assert content["bench_repeats"] == ["talk/1/1", "talk/2/1"]
+    said = Answers(benched[1]["bench_answers"]).rows(law="greedy", with_teacher=False)
+    tokens = {answer.id: len(answer.logprobs) for answer in said}
+    pooled = [
+        row["tokens"]
+        for row in content["acceptance_summary"]
+        if (row["split"], row["domain"], row["law"]) == ("benchmarks", "all", "greedy")
+    ]
+    twice = tokens["talk/1/1"] + tokens["talk/2/1"]
+    assert pooled == [sum(tokens.values()) - twice] * 3
+    alone = {
+        row["tokens"]
+        for row in content["acceptance_by_domain"]
+        if (row["split"], row["law"]) == ("talk", "greedy")
+    }
+    assert alone == {sum(count for name, count in tokens.items() if name.startswith("talk"))}

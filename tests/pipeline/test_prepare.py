@@ -30,7 +30,7 @@ from pipeline.leaks import HeldOut, Rule, leaks_against, refuse_leaks, related
 from pipeline.prepare import Prepare
 from pipeline.rows import SPLITS, folded, make_row, normalise, words
 from pipeline.stage import Workspace
-from pipeline.text_tasks import is_prose
+from pipeline.text_tasks import among, is_prose
 from pipeline.turns import num_awaited
 
 SETTINGS = {
@@ -392,6 +392,35 @@ def test_responses_in_prose_become_texts_to_be_worked_on(tmp_path):
         assert more[name] == plain[name]
     half = prepare(data, tmp_path / "half", text_task_percent=50)
     assert 0 < len(half["drafter_train"]) - len(before) < len(made)
+
+
+def test_a_task_says_where_texts_and_their_question_go(tmp_path):
+    rows = [{"prompt": f"asks number {n}", "response": f"{prose(n)} {{text}}"} for n in range(60)]
+    data = files([str(write(tmp_path / "a.jsonl", rows))], max_rows_per_domain=0)
+    tasks = ["{question} {text}", "{texts} ({question})", "Plain"]
+    out = prepare(data, tmp_path / "out", text_task_percent=100, text_tasks=tasks)["drafter_train"]
+    text_of = {row["text"]: row["response"] for row in out if row["response"]}
+    made = [row["text"] for row in out if row["response"] is None]
+    first = [text for text in made if text.startswith("asks")]
+    assert first
+    for text in first:
+        question = " ".join(text.split()[:3])
+        assert text == f"{question} {text_of[question]}"
+    several = [text for text in made if text.endswith(")")]
+    places = set()
+    for text in several:
+        texts, _, question = text[:-1].rpartition(" (")
+        parts = texts.split("\n\n")
+        assert set(parts) <= set(text_of.values())
+        places.add((parts.index(text_of[question]), len(parts)))
+    assert places >= {(0, 3), (1, 3), (2, 3)}
+    assert any(text.startswith("Plain\n\n") for text in made)
+
+
+def test_texts_that_are_searched_stay_of_usual_length():
+    long, short = "w " * 200, "w " * 90
+    assert among([long, long, short], 0.99) == [short, long]
+    assert among([short, short + "x", short + "y"], 0.5) == [short + "x", short, short + "y"]
 
 
 def test_a_text_that_a_benchmark_holds_is_no_task(tmp_path):
