@@ -111,17 +111,18 @@ class Prepare(Stage):
         splits = self.split(kept, groups, workspace.seed)
         boilerplate = refuse_leaks(splits, self.rule)
         self._refuse_few(splits)
-        splits["drafter_train"] += self._texts(splits, benches, workspace.seed, dropped)
+        texts = self._texts(splits, benches, workspace.seed, dropped)
+        splits["drafter_train"] += texts
         splits["drafter_train"] = with_follow_ups(
             splits["drafter_train"], self.follow_up_percent, self.follow_ups, workspace.seed
         )
         save(splits, workspace.out)
         warnings = warnings_about(splits, dropped, leaks, groups)
-        text = describe_splits(splits, dropped, leaks, boilerplate, warnings)
+        text = describe_splits(splits, len(texts), dropped, leaks, boilerplate, warnings)
         (workspace.out / SUMMARY).write_text(text, encoding="utf-8")
         Console().print(text, markup=False, highlight=False, soft_wrap=True, end="")
         counts = {name: len(rows) for name, rows in splits.items()}
-        return {**counts, **dropped, "num_warnings": len(warnings)}
+        return {**counts, "num_texts": len(texts), **dropped, "num_warnings": len(warnings)}
 
     def _bench_files(self) -> list[Path]:
         return expand("stages.prepare.benches", self.benches)

@@ -20,6 +20,7 @@ WIDTH = 100
 
 def describe_splits(
     splits: Splits,
+    num_texts: int,  # prompts made of responses
     dropped: Mapping[str, int],
     leaks: Sequence[Leak],
     boilerplate: Boilerplate,
@@ -34,6 +35,8 @@ def describe_splits(
         *_counted("licences", (row.license for row in rows)),
         f"with a response of the data's own: {sum(map(_answered, rows)):,} of {len(rows):,}",
     ]
+    if num_texts:
+        lines.append(f"texts to be worked on, made of responses: {num_texts:,}")
     if num_later := sum(map(_waits, rows)):
         lines.append(f"later turns, asked after the target's own answer: {num_later:,}")
     if boilerplate.num_runs:

@@ -381,7 +381,9 @@ def test_responses_in_prose_become_texts_to_be_worked_on(tmp_path):
     before = {row["id"]: row for row in plain["drafter_train"]}
     made = [row for row in more["drafter_train"] if row["id"] not in before]
     texts = {row["response"]: row for row in before.values() if is_prose(row["response"])}
-    assert len(made) == len(texts) > 5
+    assert len(made) == len(texts) == more["metrics"]["num_texts"] > 5
+    summary = (tmp_path / "more" / "summary.txt").read_text()
+    assert f"texts to be worked on, made of responses: {len(made)}" in summary
     for row in made:
         task, text = row["text"].split("\n\n")
         assert task in SETTINGS["text_tasks"]
