@@ -72,7 +72,7 @@ class Compare(Stage):
             repeats = data.repeats(workspace.seed)
             settings = workspace.manifest("prompts")["identity"]["settings"]
             shared = leaks(data, workspace.inputs["prompts"], settings)
-        once = [entry for entry in sums if not (entry.is_bench and entry.prompt_id in repeats)]
+        once = [entry for entry in sums if entry.prompt_id not in repeats]
         summary = self._summary(with_best_of(once, self.best_of), resampling)
         content = {
             "num_draft_tokens": self.num_draft_tokens,
