@@ -1,4 +1,4 @@
-r"""Verification from raw logits in Triton: two launches, four where a row may be truncated.
+r"""Verification from raw logits in Triton: two launches, three where a row may be truncated.
 
 The contract and the mathematics are those of kernels/reference.py; this page is how they are split
 over a GPU. With z the penalised logits of a row, M = max z, and w(v) = exp((z(v) - M) / T) where

@@ -25,7 +25,7 @@ MOST_PROCESSES, THREADS = 16, 4
 ORDERED = {"BLOCK": verify, "WARPS": verify, "TILE": verify, "TILE_WARPS": verify,
            "STRIP": verify,
            "RULE_WARPS": stats, "GROUPS_READ": truncate, "READ": truncate, "CUT_WARPS": truncate,
-           "CUT_REGISTERS": truncate, "AT_ONCE": truncate, "PROBES": truncate}  # fmt: skip
+           "CUT_REGISTERS": truncate, "CHUNK": truncate}  # fmt: skip
 OF_ROWS = {field.name for field in fields(sizes.Sizes)}
 
 

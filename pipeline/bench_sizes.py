@@ -45,17 +45,19 @@ TILES = (
     {"TILE": 1024, "TILE_WARPS": 4, "STRIP": 256, "tile_registers": 128, "programs": 528},
     {"TILE": 1024, "TILE_WARPS": 4, "STRIP": 256, "tile_registers": 168, "programs": 396},
 )
-# Of cut, too, first how it goes about it: keys counted from at a time, candidates compared at once.
+# Of cut: few threads meet sooner, and few registers let more rows be under way.
 CUTS = (
     {"RULE_WARPS": 8, "rule_registers": 128},
     {"RULE_WARPS": 8, "rule_registers": 168},
     {"RULE_WARPS": 4, "rule_registers": 168},
-    {"CUT_WARPS": 16, "CUT_REGISTERS": 128, "AT_ONCE": 0, "PROBES": 2},
-    {"CUT_WARPS": 16, "CUT_REGISTERS": 128, "AT_ONCE": 1, "PROBES": 2},
-    {"CUT_WARPS": 16, "CUT_REGISTERS": 128, "AT_ONCE": 0, "PROBES": 6},
-    {"CUT_WARPS": 16, "CUT_REGISTERS": 128, "AT_ONCE": 1, "PROBES": 6},
-    {"CUT_WARPS": 8, "CUT_REGISTERS": 255, "AT_ONCE": 1, "PROBES": 6},
-    {"CUT_WARPS": 8, "CUT_REGISTERS": 255, "AT_ONCE": 0, "PROBES": 6},
+    {"CUT_WARPS": 4, "CUT_REGISTERS": 255},
+    {"CUT_WARPS": 4, "CUT_REGISTERS": 168},
+    {"CUT_WARPS": 4, "CUT_REGISTERS": 128},
+    {"CUT_WARPS": 8, "CUT_REGISTERS": 128},
+    {"CUT_WARPS": 8, "CUT_REGISTERS": 96},
+    {"CUT_WARPS": 4, "CUT_REGISTERS": 255, "CHUNK": 64},
+    {"CUT_WARPS": 4, "CUT_REGISTERS": 255, "CHUNK": 16},
+    {"CUT_WARPS": 4, "CUT_REGISTERS": 168, "READ": 2048},
     {"TILE": 2048, "STRIP": 256, "tile_registers": 128},
     {"TILE": 2048, "STRIP": 256, "tile_registers": 168},
 )
