@@ -100,10 +100,10 @@ def four_maxima(a, b, c, d):
 
 
 @triton.jit
-def two_counts(tops, lower, upper):
+def two_counts(tops, live, lower, upper):
     """How many of (fewer than 65536) values reach the values of two keys, in 16 bits each."""
-    upper_ones = (tops >= key_value(upper.to(tl.int32))).to(tl.int32) << 16
-    return (tops >= key_value(lower.to(tl.int32))).to(tl.int32) + upper_ones
+    upper_ones = (live & (tops >= key_value(upper.to(tl.int32)))).to(tl.int32) << 16
+    return (live & (tops >= key_value(lower.to(tl.int32)))).to(tl.int32) + upper_ones
 
 
 @triton.jit
@@ -115,9 +115,9 @@ def closer(key, count, most, low, beyond, high, reached):
 
 
 @triton.jit
-def narrowed(tops, a, b, c, d, most, low, beyond, high, reached):
+def narrowed(tops, live, a, b, c, d, most, low, beyond, high, reached):
     """Both ends of a search after four more keys, each counted from at once."""
-    ab, cd = two_sums(two_counts(tops, a, b), two_counts(tops, c, d))
+    ab, cd = two_sums(two_counts(tops, live, a, b), two_counts(tops, live, c, d))
     low, beyond, high, reached = closer(a, ab & 65535, most, low, beyond, high, reached)
     low, beyond, high, reached = closer(b, ab >> 16, most, low, beyond, high, reached)
     low, beyond, high, reached = closer(c, cd & 65535, most, low, beyond, high, reached)
@@ -137,14 +137,16 @@ def columns_that_hold(groups, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def group_edge(tops, peak, enough, most, CAP: tl.constexpr, COLUMNS: tl.constexpr):
+def group_edge(
+    tops, live, peak, enough, most, CAP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
     """A key that `enough` of `tops` reach, `most` if ties allow, CAP at most, and how many do.
 
     The n-th largest of the columns' maxima is reached by n groups at least. Neighbours lie in
     different columns, so that by and large it is reached by n + n^2 / (2 COLUMNS) and a few more:
     four such guesses leave little to search.
     """
-    columns = tl.max(tl.reshape(tops, (tops.shape[0] // COLUMNS, COLUMNS)), axis=0)
+    columns = tl.max(tl.reshape(tops, (GROUPS // COLUMNS, COLUMNS)), axis=0)
     rank = tl.sum((columns[:, None] >= columns[None, :]).to(tl.int32), axis=0)
     spread = tl.minimum(most - enough, enough // 4 + 4).to(tl.float32)
     groups = enough.to(tl.float32)
@@ -160,12 +162,12 @@ def group_edge(tops, peak, enough, most, CAP: tl.constexpr, COLUMNS: tl.constexp
         tl.where(rank >= columns_that_hold(groups + 0.1 * spread, COLUMNS), columns, none),
     )
     a, b, c, d = key_from(a, high), key_from(b, high), key_from(c, high), key_from(d, high)
-    low, beyond, high, reached = narrowed(tops, a, b, c, d, most, low, beyond, high, reached)
+    low, beyond, high, reached = narrowed(tops, live, a, b, c, d, most, low, beyond, high, reached)
     while (high - low > 1) & (reached < enough):
         step, end = tl.maximum((high - low) // 5, 1), high
         first = low
         low, beyond, high, reached = narrowed(
-            tops, first + step, tl.minimum(first + 2 * step, end),
+            tops, live, first + step, tl.minimum(first + 2 * step, end),
             tl.minimum(first + 3 * step, end), tl.minimum(first + 4 * step, end),
             most, low, beyond, high, reached,
         )  # fmt: skip
@@ -181,11 +183,11 @@ def cut_kernel(
     counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr,
     penalty_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, sum_ptr, groups_ptr, list_ptr,
     pairs_ptr, packed_ptr, packed_ids_ptr, weight_ptr, found_ptr, threshold_ptr, kept_ptr,
-    V, K, S, G,
-    POSITIONS: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr, CAP: tl.constexpr, READ: tl.constexpr, LANE: tl.constexpr,
-    FEW: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    V, K, S,
+    G: tl.constexpr, POSITIONS: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, CAP: tl.constexpr, READ: tl.constexpr,
+    LANE: tl.constexpr, FEW: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr,
+    STRIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Threshold and kept mass of one row, from the groups of tokens that hold its largest."""
     if OVERLAP > 0:
@@ -194,7 +196,8 @@ def cut_kernel(
     cell = (b * tl.num_programs(0) + row).to(tl.int64)
     # Asked for before it is known whether the row is in use.
     g = tl.arange(0, GROUPS)
-    tops = tl.load(groups_ptr + cell * G + g, mask=g < G, other=-float("inf"))
+    live = g < G  # no work for groups that the compiler knows not to exist
+    tops = tl.load(groups_ptr + cell * G + g, mask=live, other=-float("inf"))
     temperature = tl.load(temperature_ptr + b).to(tl.float64)
     peak, total = row_total(max_ptr, sum_ptr, cell, S, powers_of(temperature), SPLITS)
     top_k, top_p, min_p = rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V)
@@ -211,10 +214,12 @@ def cut_kernel(
             most = top_k + tl.maximum(top_k // 4, 4)
             most = tl.cdiv(most, READ // GROUP) * (READ // GROUP)
             most = tl.where(short, tl.minimum(most, CAP), CAP).to(tl.int32)
-            edge, num_read = group_edge(tops, peak, enough, most, CAP, COLUMNS)
+            edge, num_read = group_edge(
+                tops, live, peak, enough, most, CAP, GROUPS, COLUMNS
+            )  # fmt: skip
             whole = edge == BOTTOM
             value = key_value(edge)
-            read = tops >= value
+            read = live & (tops >= value)
             slot = tl.cumsum(read.to(tl.int32), axis=0) - 1
             store_where(list_ptr + cell * CAP + slot, g, read)
             tl.debug_barrier()
@@ -296,8 +301,8 @@ def truncate(call: Call, stats: Statistics, rules: Rules) -> Cut:
     launch(
         cut_kernel, (rows, batch), *call.row_args, *rules.tensors(), stats.maxima, stats.sums,
         stats.groups, groups_read, pairs, cut.logits, cut.ids, candidate_weights, cut.counts,
-        cut.thresholds, cut.masses, *call.sizes, groups,
-        POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"], GROUP=group,
+        cut.thresholds, cut.masses, *call.sizes,
+        G=groups, POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"], GROUP=group,
         GROUPS=padded, COLUMNS=min(COLUMNS, padded), CAP=read, READ=min(READ, read * group),
         LANE=min(lane(call), group), FEW=few, PACKED=CANDIDATES, CHUNK=min(CHUNK, few),
         STRIDE=min(STRIDE, call.blocks["BLOCK"]), num_warps=CUT_WARPS, maxnreg=CUT_REGISTERS,

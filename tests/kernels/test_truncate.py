@@ -1,10 +1,11 @@
 """Are the thresholds of top-k, top-p and min-p those of the specification, whichever way they are
 found?
 
-Would catch: a group of tokens missed; candidates packed past their room; ties at the edge of what
-was read counted half; top-p decided on a mass that lacks the tail; a row left undecided; min-p
-without its last tie; -inf that is kept; the two ways in disagreement. The comparison is exact: the
-same tokens have mass. Runs in Triton's interpreter where there is no GPU.
+Would catch: a group of tokens missed; candidates packed past their room, or over those of an
+earlier reading; ties at the edge of what was read counted half; top-p decided on a mass that lacks
+the tail; a row left undecided; min-p without its last tie; -inf that is kept; the two ways in
+disagreement. The comparison is exact: the same tokens have mass. Runs in Triton's interpreter where
+there is no GPU.
 """
 
 import pytest
@@ -19,11 +20,12 @@ from kernels.laws import processed_probs
 from kernels.rows import Rules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = {  # vocabulary, groups read, candidates
-    "whole row": (7, 128, 512),
-    "few groups": (1000, 4, 512),
-    "ragged": (4099, 8, 64),
-    "no room": (1000, 8, 32),
+SHAPES = {  # vocabulary, groups read, candidates, columns of groups, tokens read at a time
+    "whole row": (7, 128, 512, 128, 4096),
+    "few groups": (1000, 4, 512, 128, 4096),
+    "ragged": (4099, 8, 64, 32, 4096),
+    "no room": (1000, 8, 32, 4, 4096),
+    "many readings": (4099, 32, 512, 16, 256),
 }
 RULES = {
     "top-k": {"top_k": 5},
@@ -93,13 +95,13 @@ def kept_by_kernel(logits: Tensor, temperature: float, given: dict[str, float]) 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
 def test_kept_tokens(
     rules: dict[str, float],
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int, int],
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    vocab, read, candidates = shape
-    monkeypatch.setattr(module, "GROUPS_READ", read)
-    monkeypatch.setattr(module, "CANDIDATES", candidates)
+    vocab, *sizes = shape
+    for name, size in zip(("GROUPS_READ", "CANDIDATES", "COLUMNS", "READ"), sizes, strict=True):
+        monkeypatch.setattr(module, name, size)
     logits = rows_of(vocab, dtype)
     for temperature in (0.7, 3.0):
         wanted = processed_probs(
