@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class Sizes:
     """Of one batch; registers are a thread's, at most."""
 
-    registers: int = 96  # launch 1: five splits of four warps on a multiprocessor
+    registers: int = 72  # launch 1: seven splits of four warps on a multiprocessor
     rule_registers: int = 128  # where penalties and groups take registers
     tile_registers: int = 128  # launch 2
     ahead: int = 1  # of launch 2: is a tile's successor asked for before the tile is summed?

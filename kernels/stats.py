@@ -10,18 +10,17 @@ from torch import Tensor
 
 from kernels.launching import launch
 from kernels.overlap import follow, options
+from kernels.plain_stats import FLOOR, LN_2, TOP, exact_sum, plain_split
 from kernels.rows import Call, Rules, logit_at, row_logits, row_position, rules_of
 from kernels.sizes import sizes
-from kernels.weights import LOG2_E, LOWEST, lowest_of, powers_of, weights
+from kernels.weights import LOG2_E, LOWEST, powers_of
 
 GROUP = 64  # tokens whose maximum truncation looks at
 RULE_WARPS = 8  # of a split, where penalties and groups take registers
+WIDE_REGISTERS = 96  # of a thread, where logits take one each
 CHUNK = 1024  # tokens at a time where sums are exact
 EAGER_ROWS = 2  # batches where waiting for a length costs more than reading in vain
-LN_2 = tl.constexpr(0.6931471805599453)
-# Powers of two of logits: what is above TOP (or not finite) is summed exactly instead, and FLOOR is
-# far enough below that for no weight.
-TOP, FLOOR, NEAR = tl.constexpr(16384.0), tl.constexpr(-65536.0), tl.constexpr(-200.0)
+NEAR = tl.constexpr(-200.0)  # powers of two below which a sum adds nothing to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,11 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
     )
     lengths, one_hot = call.row_args[12:14]
     chosen = sizes(batch)
-    blocks = dict(call.blocks) | {"maxnreg": chosen.registers}
+    blocks = dict(call.blocks)
+    parts = parts_of(call) if groups is None else 0
+    # Those that are not kept in pairs take twice the registers.
+    pairs = parts > 0 and call.row_args[0].element_size() == 2
+    blocks["maxnreg"] = chosen.registers if pairs else max(chosen.registers, WIDE_REGISTERS)
     if groups is not None or call.row_args[15] is not None:
         warps = max(1, min(RULE_WARPS, block // 256))
         blocks |= {"num_warps": warps, "maxnreg": chosen.rule_registers}
@@ -66,6 +69,7 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
         stats_kernel, call.grid, *call.row_args, rules.top_k, rules.top_p, maxima, found.best, sums,
         found.drafted, groups, found.arrived, *call.sizes,
         GROUP=group, LANE=min(lane(call), group), CHUNK=min(CHUNK, block), EAGER=eager,
+        PARTS=parts,
         **blocks, **options(device),
     )  # fmt: skip
     return found
@@ -74,6 +78,17 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
 def lane(call: Call) -> int:
     """Tokens that a thread reads at once: 16 bytes."""
     return 16 // call.row_args[0].element_size()
+
+
+def parts_of(call: Call) -> int:
+    """Loads of 16 bytes that a thread makes of a split at once; 0: logits are not used as stored.
+
+    Both models' logits are read by the same code, and so must be of one type.
+    """
+    target, draft, penalty = call.row_args[0], call.row_args[4], call.row_args[15]
+    if penalty is not None or (draft is not None and draft.dtype != target.dtype):
+        return 0
+    return max(1, call.blocks["BLOCK"] // (32 * call.blocks["num_warps"] * lane(call)))
 
 
 @triton.jit
@@ -117,7 +132,8 @@ def sum_of_lanes(tops, powers, sums, peak, scale):
     gap = tl.maximum(tops, LOWEST) - tl.maximum(peak, LOWEST)
     behind = tl.where(behind > NEAR, behind + gap * low, behind)
     total = tl.sum(sums * tl.exp2(behind), axis=0).to(tl.float64)
-    off = tl.where(fine, (top.to(tl.float64) - peak.to(tl.float64) * scale) * LN_2, 0.0)
+    by_high = top.to(tl.float64) - peak.to(tl.float64) * high.to(tl.float64)
+    off = tl.where(fine, by_high * LN_2, 0.0)
     return total * (1.0 + off * (1.0 + 0.5 * off)), fine
 
 
@@ -128,7 +144,8 @@ def stats_kernel(
     top_k_ptr, top_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, groups_ptr, arrived_ptr,
     V, K, S,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    LANE: tl.constexpr, CHUNK: tl.constexpr, EAGER: tl.constexpr, OVERLAP: tl.constexpr,
+    LANE: tl.constexpr, CHUNK: tl.constexpr, EAGER: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of weights of one (split, row); greedy rows: maximum and its lowest id.
 
@@ -145,6 +162,15 @@ def stats_kernel(
     if (split == 0) & (row == 0):
         tl.store(arrived_ptr + b, 0)
     offsets = split * BLOCK + tl.arange(0, BLOCK)
+    cell = (b * tl.num_programs(1) + row).to(tl.int64)
+    at = cell * S + split
+    if PARTS > 0:
+        plain_split(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, max_ptr, best_ptr, sum_ptr,
+            drafted_ptr, b, row, split, cell, at, V, K, POSITIONS, BLOCK, LANE, CHUNK, PARTS, EAGER,
+        )  # fmt: skip
+        return
     if EAGER:
         x = row_logits(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
@@ -162,8 +188,6 @@ def stats_kernel(
                 counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets,
                 V, K, split * BLOCK, split * BLOCK + BLOCK,
             )  # fmt: skip
-        cell = (b * tl.num_programs(1) + row).to(tl.int64)
-        at = cell * S + split
         if split == 0:
             token = tl.load(ids_ptr + b * K + position, mask=position < K, other=-1)
             own = logit_at(
@@ -194,20 +218,12 @@ def stats_kernel(
                 tl.store(groups_ptr + cell * S * (BLOCK // GROUP) + number, group)
                 exact = exact | ((top_p < 1) & (top_k == 0))
             if exact:
-                lowest = lowest_of(peak, temperature, -float("inf"))
-                again_sums = tl.zeros((CHUNK,), tl.float64)
-                # Read again, from the cache, so that few registers hold float64 at a time.
-                for start in range(0, BLOCK, CHUNK):
-                    again = row_logits(
-                        target_ptr, target_b, target_k, target_v,
-                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, penalty_ptr, b, row, position,
-                        split * BLOCK + start + tl.arange(0, CHUNK), V, K,
-                        split * BLOCK + start, split * BLOCK + start + CHUNK,
-                    )  # fmt: skip
-                    w = weights(again, peak, lowest, scale)
-                    again_sums += tl.where(again == again, w, float("nan"))
-                total = tl.sum(again_sums, axis=0)
+                total = exact_sum(
+                    target_ptr, target_b, target_k, target_v,
+                    draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
+                    ids_ptr, penalty_ptr, b, row, position, split * BLOCK, V, K,
+                    peak, temperature, BLOCK, CHUNK,
+                )  # fmt: skip
             bad = (total != total) | (peak == float("inf"))
             tl.store(max_ptr + at, tl.where(bad, float("inf"), peak))
             tl.store(sum_ptr + at, total)
