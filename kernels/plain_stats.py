@@ -96,7 +96,7 @@ def split_parts(start, stride, first, V, PART: tl.constexpr, PARTS: tl.constexpr
 
 
 @triton.jit
-def peak_of(parts, PARTS: tl.constexpr):
+def largest(parts, PARTS: tl.constexpr):
     """The largest logit; +inf where one is NaN."""
     most = parts[0]
     for i in tl.static_range(1, PARTS):
@@ -188,7 +188,7 @@ def plain_split(
         )  # fmt: skip
         parts = split_parts(start, stride, first, V, PART, PARTS)
         # Threads meet here, so that nothing of this can wait until the row is known to be in use.
-        peak = peak_of(parts, PARTS)
+        peak = largest(parts, PARTS)
         if position >= 0:
             if split == 0:
                 token = tl.load(ids_ptr + b * K + place, mask=place < K, other=-1).to(tl.int64)
