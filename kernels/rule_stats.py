@@ -103,21 +103,28 @@ def rule_split(
     penalty = tl.full((), 1.0, tl.float32)
     if penalty_ptr is not None:
         penalty = tl.load(penalty_ptr + b).to(tl.float32)
-        if counts_ptr is not None:  # noqa: SIM102 (the compiler decides this, the device that)
-            if EAGER or penalty != 1.0:
-                bits = seen_bits(counts_ptr, counts_b, counts_v, b, first, V, PART, PARTS)
+    ready = tl.full((), 0, tl.int32)  # have the counts been looked at?
     for own_row in range(row, rows, step):
-        position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, own_row, K, POSITIONS)
-        if (position >= 0) | EAGER:
-            place = tl.where(own_row <= K, own_row, own_row - K - 1)
+        place = tl.where(own_row <= K, own_row, own_row - K - 1)
+        wanted = place >= 0
+        if not EAGER:
+            position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, own_row, K, POSITIONS)
+            wanted = position >= 0
+        if wanted:
             cell = (b * rows + own_row).to(tl.int64)
             parts = float_parts(
                 target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
                 ids_ptr, b, own_row, place, first, V, K, PART, PARTS,
             )  # fmt: skip
             if penalty_ptr is not None:
+                if counts_ptr is not None:  # noqa: SIM102 (the compiler decides this)
+                    if (ready == 0) & (penalty != 1.0):  # the first row's logits are under way
+                        bits = seen_bits(counts_ptr, counts_b, counts_v, b, first, V, PART, PARTS)
+                        ready += 1
                 seen = drafts_seen(bits, ids_ptr, b, place, first, K, PART, PARTS)
                 parts = penalised_parts(parts, seen, penalty, PARTS)
+            if EAGER:
+                position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, own_row, K, POSITIONS)
             if groups_ptr is not None:
                 peak = peak_and_groups(
                     parts, groups_ptr + (cell * S + split) * (BLOCK // GROUP), PART, PARTS, LANE,

@@ -49,8 +49,11 @@ TILES = (
 )
 # Of cut, too, first how it goes about it: keys counted from at a time, candidates compared at once.
 CUTS = (
+    {"RULE_WARPS": 8, "rule_registers": 96},
     {"RULE_WARPS": 8, "rule_registers": 128},
-    {"RULE_WARPS": 8, "rule_registers": 168},
+    {"RULE_WARPS": 8, "rule_registers": 128, "rule_rows": 1},
+    {"RULE_WARPS": 8, "rule_registers": 128, "rule_rows": 3},
+    {"RULE_WARPS": 8, "rule_registers": 128, "rule_rows": 9},
     {"RULE_WARPS": 4, "rule_registers": 168},
     {"CUT_WARPS": 16, "CUT_REGISTERS": 128, "AT_ONCE": 0, "PROBES": 2},
     {"CUT_WARPS": 16, "CUT_REGISTERS": 128, "AT_ONCE": 1, "PROBES": 2},
