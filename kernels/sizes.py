@@ -12,8 +12,9 @@ from dataclasses import dataclass
 class Sizes:
     """Of one batch; registers are a thread's, at most."""
 
-    registers: int = 96  # launch 1: five splits of four warps on a multiprocessor
+    registers: int = 72  # launch 1: seven splits of four warps on a multiprocessor
     rule_registers: int = 128  # where penalties and groups take registers
+    rule_rows: int = 64  # programs of launch 1 that then share a sequence's rows, at most
     tile_registers: int = 128  # launch 2
     ahead: int = 1  # of launch 2: is a tile's successor asked for before the tile is summed?
     programs: int = 264  # of launch 2, where there are tiles for them: all that are under way
@@ -23,7 +24,7 @@ TABLE: tuple[
     tuple[int, Sizes], ...
 ] = (  # rows up to which a choice holds; the last holds for any number
     (8, Sizes()),
-    (64, Sizes()),
+    (64, Sizes(rule_rows=3)),
 )
 
 

@@ -10,18 +10,17 @@ from torch import Tensor
 
 from kernels.launching import launch
 from kernels.overlap import follow, options
-from kernels.rows import Call, Rules, logit_at, row_logits, row_position, rules_of
+from kernels.plain_stats import plain_split
+from kernels.rows import Call, Rules
+from kernels.rule_stats import rule_split
 from kernels.sizes import sizes
-from kernels.weights import LOG2_E, LOWEST, lowest_of, powers_of, weights
+from kernels.weights import LOG2_E
 
 GROUP = 64  # tokens whose maximum truncation looks at
 RULE_WARPS = 8  # of a split, where penalties and groups take registers
+WIDE_REGISTERS = 96  # of a thread, where logits take one each
 CHUNK = 1024  # tokens at a time where sums are exact
 EAGER_ROWS = 2  # batches where waiting for a length costs more than reading in vain
-LN_2 = tl.constexpr(0.6931471805599453)
-# Powers of two of logits: what is above TOP (or not finite) is summed exactly instead, and FLOOR is
-# far enough below that for no weight.
-TOP, FLOOR, NEAR = tl.constexpr(16384.0), tl.constexpr(-65536.0), tl.constexpr(-200.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +56,22 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
     )
     lengths, one_hot = call.row_args[12:14]
     chosen = sizes(batch)
-    blocks = dict(call.blocks) | {"maxnreg": chosen.registers}
-    if groups is not None or call.row_args[15] is not None:
-        warps = max(1, min(RULE_WARPS, block // 256))
-        blocks |= {"num_warps": warps, "maxnreg": chosen.rule_registers}
+    plain = groups is None and stored_alike(call)
+    if plain:  # logits of 32 bits are not kept in pairs
+        warps, side_by_side = call.blocks["num_warps"], rows
+        pairs = call.row_args[0].element_size() == 2
+        registers = chosen.registers if pairs else max(chosen.registers, WIDE_REGISTERS)
+    else:
+        warps, registers = max(1, min(RULE_WARPS, block // 256)), chosen.rule_registers
+        side_by_side = min(rows, chosen.rule_rows)
+    blocks = dict(call.blocks) | {"num_warps": warps, "maxnreg": registers}
+    parts = max(1, block // (32 * warps * lane(call)))
     eager = batch <= EAGER_ROWS or (lengths is None and one_hot is None)
     launch(
-        stats_kernel, call.grid, *call.row_args, rules.top_k, rules.top_p, maxima, found.best, sums,
-        found.drafted, groups, found.arrived, *call.sizes,
-        GROUP=group, LANE=min(lane(call), group), CHUNK=min(CHUNK, block), EAGER=eager,
-        **blocks, **options(device),
+        stats_kernel, (splits, side_by_side, batch), *call.row_args, rules.top_k, rules.top_p,
+        maxima, found.best, sums, found.drafted, groups, found.arrived, *call.sizes,
+        GROUP=group, LANE=min(lane(call), group), CHUNK=min(CHUNK, block), EAGER=eager, PARTS=parts,
+        PLAIN=plain, **blocks, **options(device),
     )  # fmt: skip
     return found
 
@@ -74,6 +79,12 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
 def lane(call: Call) -> int:
     """Tokens that a thread reads at once: 16 bytes."""
     return 16 // call.row_args[0].element_size()
+
+
+def stored_alike(call: Call) -> bool:
+    """Are all logits of one type, and used as they are stored?"""
+    target, draft, penalty = call.row_args[0], call.row_args[4], call.row_args[15]
+    return penalty is None and (draft is None or draft.dtype == target.dtype)
 
 
 @triton.jit
@@ -90,45 +101,14 @@ def single_sum(x, peak, temperature):
 
 
 @triton.jit
-def lane_sums(x, scale):
-    """Of tokens [N, LANE]: each row's maximum, its power of two, and its sum of weights by that.
-
-    Few instructions a token, since these bound the launch: one fused product, one power, one sum.
-    The product of a row's maximum is rounded, but what is rounded is what its weights refer to.
-    """
-    high = scale.to(tl.float32)
-    tops = tl.max(x, axis=1)
-    powers = tl.maximum(tops * high, FLOOR)
-    sums = tl.sum(tl.exp2(tl.fma(x, high, -powers[:, None])), axis=1)
-    # Where there is NaN or +inf, the sum is NaN. To ask for that here also keeps the compiler from
-    # looking for the maximum of all first, while every logit takes a register.
-    return tl.where(sums >= 0, tops, float("inf")), powers, sums
-
-
-@triton.jit
-def sum_of_lanes(tops, powers, sums, peak, scale):
-    """Sum of weights by the largest of all, relative error some 1e-7; may it be used?"""
-    high = scale.to(tl.float32)
-    low = (scale - high.to(tl.float64)).to(tl.float32)
-    fine = tl.abs(peak * high) <= TOP
-    top = tl.maximum(peak * high, FLOOR)
-    behind = powers - top
-    # What float32 lacks of the scale matters between rows only: within one, logits are close.
-    gap = tl.maximum(tops, LOWEST) - tl.maximum(peak, LOWEST)
-    behind = tl.where(behind > NEAR, behind + gap * low, behind)
-    total = tl.sum(sums * tl.exp2(behind), axis=0).to(tl.float64)
-    off = tl.where(fine, (top.to(tl.float64) - peak.to(tl.float64) * scale) * LN_2, 0.0)
-    return total * (1.0 + off * (1.0 + 0.5 * off)), fine
-
-
-@triton.jit
 def stats_kernel(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr,
     top_k_ptr, top_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, groups_ptr, arrived_ptr,
     V, K, S,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    LANE: tl.constexpr, CHUNK: tl.constexpr, EAGER: tl.constexpr, OVERLAP: tl.constexpr,
+    LANE: tl.constexpr, CHUNK: tl.constexpr, EAGER: tl.constexpr, PARTS: tl.constexpr,
+    PLAIN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of weights of one (split, row); greedy rows: maximum and its lowest id.
 
@@ -144,70 +124,20 @@ def stats_kernel(
     split, row, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if (split == 0) & (row == 0):
         tl.store(arrived_ptr + b, 0)
-    offsets = split * BLOCK + tl.arange(0, BLOCK)
-    if EAGER:
-        x = row_logits(
-            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row,
-            tl.where(row <= K, row, row - K - 1), offsets, V, K,
-            split * BLOCK, split * BLOCK + BLOCK,
-        )  # fmt: skip
-    temperature = tl.load(temperature_ptr + b).to(tl.float64)
-    top_k, top_p, _ = rules_of(top_k_ptr, top_p_ptr, None, b, V)
-    position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
-    if position >= 0:
-        if not EAGER:
-            x = row_logits(
-                target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, offsets,
-                V, K, split * BLOCK, split * BLOCK + BLOCK,
-            )  # fmt: skip
-        cell = (b * tl.num_programs(1) + row).to(tl.int64)
+    rows = K + 1 if draft_ptr is None else 2 * K + 1
+    if PLAIN:
+        cell = (b * rows + row).to(tl.int64)
         at = cell * S + split
-        if split == 0:
-            token = tl.load(ids_ptr + b * K + position, mask=position < K, other=-1)
-            own = logit_at(
-                target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, token, V, K,
-            )  # fmt: skip
-            tl.store(drafted_ptr + cell, own)
-        if sum_ptr is None or temperature == 0:
-            if sum_ptr is not None:
-                # Again, from the cache: sampled rows would hold every logit in a register else.
-                x = row_logits(
-                    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-                    offsets, V, K, split * BLOCK, split * BLOCK + BLOCK,
-                )  # fmt: skip
-            peak = tl.max(tl.where(x == x, x, float("inf")), axis=0)
-            tl.store(max_ptr + at, peak)
-            tl.store(best_ptr + at, tl.min(tl.where(x == peak, offsets, V), axis=0))
-        else:
-            scale = powers_of(temperature)
-            tops, powers, sums = lane_sums(tl.reshape(x, (BLOCK // LANE, LANE)), scale)
-            peak = tl.max(tops, axis=0)
-            total, fine = sum_of_lanes(tops, powers, sums, peak, scale)
-            exact = (fine == 0) & (peak > -float("inf"))
-            if groups_ptr is not None:
-                group = tl.max(tl.reshape(tops, (BLOCK // GROUP, GROUP // LANE)), axis=1)
-                number = split * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-                tl.store(groups_ptr + cell * S * (BLOCK // GROUP) + number, group)
-                exact = exact | ((top_p < 1) & (top_k == 0))
-            if exact:
-                lowest = lowest_of(peak, temperature, -float("inf"))
-                again_sums = tl.zeros((CHUNK,), tl.float64)
-                # Read again, from the cache, so that few registers hold float64 at a time.
-                for start in range(0, BLOCK, CHUNK):
-                    again = row_logits(
-                        target_ptr, target_b, target_k, target_v,
-                        draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                        ids_ptr, penalty_ptr, b, row, position,
-                        split * BLOCK + start + tl.arange(0, CHUNK), V, K,
-                        split * BLOCK + start, split * BLOCK + start + CHUNK,
-                    )  # fmt: skip
-                    w = weights(again, peak, lowest, scale)
-                    again_sums += tl.where(again == again, w, float("nan"))
-                total = tl.sum(again_sums, axis=0)
-            bad = (total != total) | (peak == float("inf"))
-            tl.store(max_ptr + at, tl.where(bad, float("inf"), peak))
-            tl.store(sum_ptr + at, total)
+        plain_split(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, max_ptr, best_ptr, sum_ptr,
+            drafted_ptr, b, row, split, cell, at, V, K, POSITIONS, BLOCK, LANE, CHUNK, PARTS, EAGER,
+        )  # fmt: skip
+    else:
+        rule_split(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr,
+            penalty_ptr, top_k_ptr, top_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, groups_ptr,
+            b, row, rows, tl.num_programs(1), split, V, K, S,
+            POSITIONS, BLOCK, GROUP, LANE, CHUNK, PARTS, EAGER,
+        )  # fmt: skip

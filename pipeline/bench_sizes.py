@@ -24,11 +24,13 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 150.0  # of a sweep: what is left then stays unmeasured, and says so
 SPLITS = (
+    {"BLOCK": 8192, "WARPS": 4, "registers": 64},
+    {"BLOCK": 8192, "WARPS": 4, "registers": 72},
     {"BLOCK": 8192, "WARPS": 4, "registers": 96},
-    {"BLOCK": 8192, "WARPS": 4, "registers": 128},
-    {"BLOCK": 8192, "WARPS": 8, "registers": 64},
-    {"BLOCK": 16384, "WARPS": 8, "registers": 96},
-    {"BLOCK": 16384, "WARPS": 8, "registers": 128},
+    {"BLOCK": 8192, "WARPS": 2, "registers": 128},
+    {"BLOCK": 8192, "WARPS": 8, "registers": 56},
+    {"BLOCK": 16384, "WARPS": 8, "registers": 72},
+    {"BLOCK": 4096, "WARPS": 2, "registers": 72},
 )
 # Of launch 2, first what it is made of: strips of one warp, or of the tile as a whole (all warps
 # then meet), with the next tile asked for or not; then sizes of the best of these.
@@ -47,8 +49,11 @@ TILES = (
 )
 # Of cut: few threads meet sooner, and few registers let more rows be under way.
 CUTS = (
+    {"RULE_WARPS": 8, "rule_registers": 96},
     {"RULE_WARPS": 8, "rule_registers": 128},
-    {"RULE_WARPS": 8, "rule_registers": 168},
+    {"RULE_WARPS": 8, "rule_registers": 128, "rule_rows": 1},
+    {"RULE_WARPS": 8, "rule_registers": 128, "rule_rows": 3},
+    {"RULE_WARPS": 8, "rule_registers": 128, "rule_rows": 9},
     {"RULE_WARPS": 4, "rule_registers": 168},
     {"CUT_WARPS": 4, "CUT_REGISTERS": 255},
     {"CUT_WARPS": 4, "CUT_REGISTERS": 168},
