@@ -31,11 +31,6 @@ def _add_four(a, b, c, d, more_a, more_b, more_c, more_d):
 
 
 @triton.jit
-def _add_four_and_flag(a, b, c, d, flag, more_a, more_b, more_c, more_d, more_flag):
-    return a + more_a, b + more_b, c + more_c, d + more_d, flag | more_flag
-
-
-@triton.jit
 def _lower(i, a, b, other, more_a, more_b):
     return tl.minimum(i, other), tl.where(i < other, a, more_a), tl.where(i < other, b, more_b)
 
@@ -77,15 +72,6 @@ def four_sums(a, b, c, d):
     if INTERPRETED:
         return tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0), tl.sum(d, axis=0)
     return tl.reduce((a, b, c, d), 0, _add_four)
-
-
-@triton.jit
-def four_sums_and_any(a, b, c, d, flag, AXIS: tl.constexpr):
-    """Sums of four tensors along an axis, and 1 where any int32 flag is 1, for the time of one."""
-    if INTERPRETED:
-        ab = tl.sum(a, axis=AXIS), tl.sum(b, axis=AXIS)
-        return (*ab, tl.sum(c, axis=AXIS), tl.sum(d, axis=AXIS), tl.max(flag, axis=AXIS))
-    return tl.reduce((a, b, c, d, flag), AXIS, _add_four_and_flag)
 
 
 @triton.jit

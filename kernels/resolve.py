@@ -3,21 +3,14 @@
 r"""Launch 2 of kernels/verify.py: which drafts are kept, and the token that comes after them.
 
 A few programs share a sequence. Each decides where it ends (position n), then reads its tiles
-there, the next one's logits already asked for, and sums strips of them that a warp has to itself:
-warps need not meet. With a = w_p and q = w_q P' / Q', P' and Q' as good as launch 1 has them, and
-A = {v: a(v) > q(v)}, a strip t notes, in float64,
+there, the next one's logits already asked for, and notes what each strip of them has of the
+residual (kernels/residual.py): one float32 sum, of what one warp has to itself, so that warps need
+not meet. Whoever is last draws by the inverse CDF, first over the strips, then within one. Where
+next to nothing is left of a residual, it first walks the row again in float64.
 
-    P_t = sum a    Q_t = sum q    over all of it;    p_t, q_t: the same over A.
-
-Whoever is last has P = sum P_t and Q = sum Q_t without the error of P' and Q', and so the mass
-R_t = p_t / P - q_t / Q of max(a / P - q / Q, 0), but for tokens whose side of A that error could
-have changed: strips that have one within BAND say so, and are summed again where it matters. This
-takes one pass over both rows where R would need P and Q first. A good drafter makes both laws
-nearly equal: what is left of R then is far below the error of float32 sums.
-
-The draw is the inverse CDF, first over the strips, then within one. An id without mass is never
-chosen: where rounding leaves the CDF short of the uniform, the last id (or strip) that has mass
-stands in. Everything else that is written has a program of its own, since whoever draws is late.
+An id without mass is never chosen: where rounding leaves the CDF short of the uniform, the last id
+(or strip) that has mass stands in. Everything else that is written has a program of its own, since
+whoever draws is late.
 
 Where truncation packed all that a row may say, one program draws from these few tokens instead.
 """
@@ -29,7 +22,6 @@ from kernels.accept import (
     at_lowest,
     broken_parameters,
     four_sums,
-    four_sums_and_any,
     gather_rows,
     log_or_minus_inf,
     lowest_best,
@@ -37,61 +29,20 @@ from kernels.accept import (
     two_sums,
 )
 from kernels.overlap import follow
-from kernels.rows import draft_length, penalised, position_logits, raw_logits
+from kernels.residual import (
+    LITTLE,
+    NO_RESIDUAL,
+    exact_strips,
+    final_logits,
+    final_penalised,
+    finite,
+    laws,
+    residual_near,
+    two_parts,
+)
+from kernels.rows import draft_length, position_logits
 from kernels.truncate import exact_weights
-from kernels.weights import lowest_of, powers_of, weights_by
-
-NO_RESIDUAL = tl.constexpr(1e-12)  # as in the reference
-BAND = tl.constexpr(10)  # 2^-20 to 2^-21 of q each: 4e-6; no error of P' / Q' is larger
-ROUNDING = tl.constexpr(2e-15)  # relative, of a sum over a strip
-DOUBT = tl.constexpr(1e-7)  # share of R that may stand on the wrong side
-
-
-@triton.jit
-def high_word(x):
-    """Upper half of a positive float64, which grows with it; integers, since float64 is scarce."""
-    return (x.to(tl.int64, bitcast=True) >> 32).to(tl.int32)
-
-
-@triton.jit
-def final_logits(
-    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    b, n, first, V, drawn, SIZE: tl.constexpr,
-):  # fmt: skip
-    """SIZE logits of both rows at position n as they are stored; the target's twice if alone."""
-    offsets = first + tl.arange(0, SIZE)
-    x = raw_logits(target_ptr, target_b, target_k, target_v, b, n, offsets, V)
-    y = x
-    if draft_ptr is not None:
-        # No draft, no reading: the logits are -inf, and the weights 0. A branch instead would have
-        # these asked for only when the target's have come.
-        y = raw_logits(draft_ptr, draft_b, draft_k, draft_v, b, n, offsets, tl.where(drawn, V, 0))
-    return x, y
-
-
-@triton.jit
-def final_laws(
-    x, y, draft_ptr, counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr,
-    b, n, first, V, K, scale, offset, lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """a and q of the SIZE tokens whose logits these are; q is 0 where nothing was drafted."""
-    offsets = first + tl.arange(0, SIZE)
-    x = penalised(
-        x, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, offsets, V, K,
-        first, first + SIZE,
-    )  # fmt: skip
-    if draft_ptr is None:
-        q = tl.where(offsets == sure, draft_unit, 0.0)
-    else:
-        y = penalised(
-            y, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, offsets,
-            tl.where(drawn, V, 0), K, first, first + SIZE,
-        )  # fmt: skip
-        q = weights_by(y, draft_offset, draft_lowest, scale) * draft_unit
-        if one_hot_ptr is not None:
-            q = tl.where(offsets == sure, draft_unit, q)
-    return weights_by(x, offset, lowest, scale), q
+from kernels.weights import lowest_of, powers_of
 
 
 @triton.jit
@@ -123,89 +74,60 @@ def crossing_values(mass, index, wanted, none, p, q):
 
 
 @triton.jit
-def strip_numbers(ptr, plane, b, batch, strips, STRIPS: tl.constexpr):
+def strip_numbers(ptr, b, strips, STRIPS: tl.constexpr):
     """One number of every strip of a sequence, past any cache that other programs do not write."""
     t = tl.arange(0, STRIPS)
-    at = (plane * batch + b).to(tl.int64) * strips + t
-    return tl.load(ptr + at, mask=t < strips, other=0, cache_modifier=".cg")
-
-
-@triton.jit
-def note(pointers, sums, writes):
-    """Store one number of each strip, which all threads of a strip have."""
-    tl.store(pointers, tl.broadcast_to(sums[:, None], pointers.shape), mask=writes)
+    at = b.to(tl.int64) * strips + t
+    return tl.load(ptr + at, mask=t < strips, other=0, cache_modifier=".cg").to(tl.float64)
 
 
 @triton.jit
 def draw(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, partial_ptr, close_ptr,
-    b, batch, n, beyond, u, V, K, scale, offset, lowest,
-    draft_offset, draft_lowest, draft_unit, drawn, sure,
+    counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, threshold_ptr,
+    partial_ptr, exact_ptr, b, n, beyond, u, V, K, scale, high, low, ratio, peak, threshold, lowest,
+    draft_peak, draft_threshold, draft_lowest, whole, draft_whole, drawn, sure,
     TILE: tl.constexpr, STRIP: tl.constexpr, STRIPS: tl.constexpr,
 ):  # fmt: skip
     """Id of the token at position n, and both laws' probabilities of it."""
     strips = tl.cdiv(V, STRIP)
     t, lane = tl.arange(0, STRIPS), tl.arange(0, STRIP)
-    mass = strip_numbers(partial_ptr, 0, b, batch, strips, STRIPS)
-    draft_whole = tl.full((), 1.0, tl.float64)
+    mass = strip_numbers(partial_ptr, b, strips, STRIPS)
+    total = tl.sum(mass, axis=0)
     from_residual = beyond
-    if beyond:
-        draft_mass = strip_numbers(partial_ptr, 1, b, batch, strips, STRIPS)
-        above = strip_numbers(partial_ptr, 2, b, batch, strips, STRIPS)
-        draft_above = strip_numbers(partial_ptr, 3, b, batch, strips, STRIPS)
-        close = strip_numbers(close_ptr, 0, b, batch, strips, STRIPS)
-        whole, draft_whole = two_sums(mass, draft_mass)
-        draft_whole = tl.where(draft_whole > 0, draft_whole, 1.0)
-        above *= 1.0 / whole
-        residual = above - draft_above * (1.0 / draft_whole)
-        residual = tl.where(residual > ROUNDING * above, residual, 0.0)
-        total, in_doubt = two_sums(residual, tl.where(close > 0, draft_mass, 0.0))
-        if tl.abs(draft_whole / whole - 1.0) * in_doubt > DOUBT * total:
-            again_ptr = partial_ptr + (2 * batch + b).to(tl.int64) * strips
-            for tile in range(0, tl.cdiv(V, TILE)):
-                s = tile * (TILE // STRIP) + tl.arange(0, TILE // STRIP)
-                near = tl.load(
-                    close_ptr + b.to(tl.int64) * strips + s, mask=s < strips, other=0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                if tl.max(near, axis=0) > 0:
-                    x, y = final_logits(
-                        target_ptr, target_b, target_k, target_v,
-                        draft_ptr, draft_b, draft_k, draft_v, b, n, tile * TILE, V, drawn, TILE,
-                    )  # fmt: skip
-                    a, q = final_laws(
-                        x, y, draft_ptr, counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr,
-                        penalty_ptr, b, n, tile * TILE, V, K, scale, offset, lowest,
-                        draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
-                    )  # fmt: skip
-                    r = tl.maximum(a * (1.0 / whole) - q * (1.0 / draft_whole), 0.0)
-                    r = tl.sum(tl.reshape(r, (TILE // STRIP, STRIP)), axis=1)
-                    tl.store(again_ptr + s, r, mask=near > 0)
-            tl.debug_barrier()
-            again = strip_numbers(partial_ptr, 2, b, batch, strips, STRIPS)
-            residual = tl.where(close > 0, again, residual)
-            total = tl.sum(residual, axis=0)
-        from_residual = total > NO_RESIDUAL
-        mass = tl.where(from_residual, residual, mass)
-        wanted = u * tl.where(from_residual, total, whole)
-    else:
-        whole = tl.sum(mass, axis=0)
-        wanted = u * whole
-    chosen, rest = crossing(mass, t, wanted, STRIPS)
+    # Without a drafter's law nothing was subtracted, and float32 is as good for a small residual.
+    little = total <= tl.where(drawn, LITTLE, 2 * NO_RESIDUAL) * whole
+    exact = beyond & little
+    if exact:
+        whole, draft_whole, total, from_residual = exact_strips(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr,
+            exact_ptr + b.to(tl.int64) * strips, b, n, V, K, scale, peak, lowest,
+            draft_peak, draft_lowest, drawn, sure, min(TILE, 2 * STRIP), STRIP,
+        )  # fmt: skip
+        mass = strip_numbers(exact_ptr, b, strips, STRIPS)
+    chosen, rest = crossing(mass, t, u * total, STRIPS)
     first = chosen * STRIP
     x, y = final_logits(
         target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
         b, n, first, V, drawn, STRIP,
     )  # fmt: skip
-    a, q = final_laws(
-        x, y, draft_ptr, counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr, b, n,
-        first, V, K, scale, offset, lowest,
-        draft_offset, draft_lowest, draft_unit, drawn, sure, STRIP,
+    x, y = final_penalised(
+        x, y, draft_ptr, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, n, first, V, K,
+        drawn, STRIP,
     )  # fmt: skip
-    p = a * (1.0 / whole)
-    q = q * (1.0 / draft_whole)
-    r = tl.where(from_residual, tl.maximum(p - q, 0.0), a)
+    # The numbers that the strip's sum was made of: what has a share there has mass here.
+    r = residual_near(
+        x, y, draft_ptr, one_hot_ptr, threshold_ptr, first, peak, draft_peak,
+        threshold, draft_threshold, high, low, ratio, sure, STRIP,
+    ).to(tl.float64)  # fmt: skip
+    p, q = laws(
+        x, y, draft_ptr, one_hot_ptr, first, peak, lowest, draft_peak, draft_lowest, scale, sure,
+        STRIP,
+    )  # fmt: skip
+    p, q = p * (1.0 / whole), q * (1.0 / draft_whole)
+    if exact:
+        r = tl.where(from_residual, tl.maximum(p - q, 0.0), p)
     number, its_p, its_q = crossing_values(r, lane, rest, STRIP, p, q)
     its_q = tl.where(beyond, its_q, 1.0)  # no draft at a bonus token
     return (first + number).to(tl.int64), its_p, its_q
@@ -252,7 +174,7 @@ def resolve_kernel(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, penalty_ptr,
     top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, threshold_ptr,
-    kept_ptr, found_ptr, few_ptr, few_ids_ptr, uniforms_ptr, partial_ptr, close_ptr, arrived_ptr,
+    kept_ptr, found_ptr, few_ptr, few_ids_ptr, uniforms_ptr, partial_ptr, exact_ptr, arrived_ptr,
     tokens_ptr, accepted_ptr, target_logprobs_ptr, draft_logprobs_ptr, errors_ptr, V, K, S,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, SIDES: tl.constexpr, TILE: tl.constexpr,
     STRIP: tl.constexpr, STRIPS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
@@ -282,6 +204,8 @@ def resolve_kernel(
     thresholds = tl.full((SIDES * POSITIONS,), -float("inf"), tl.float32)
     if threshold_ptr is not None:
         thresholds = tl.load(threshold_ptr + cells, mask=there, other=-float("inf"))
+    if found_ptr is not None:
+        found = tl.load(found_ptr + cells, mask=there, other=0)
     one_hot = tl.minimum(length, 0)
     if draft_ptr is None:
         one_hot = one_hot + 1
@@ -329,96 +253,42 @@ def resolve_kernel(
     last = part == 0
     beyond = n < length
     drawn = beyond & (one_hot == 0)
-    tiles = tl.cdiv(V, TILE)
     if sum_ptr is not None:
-        # A row without drafts has no sure token: no offset is -1.
-        sure = tl.where(
-            beyond & (one_hot != 0), tl.load(ids_ptr + b * K + n, mask=beyond, other=-1), -1
+        # All that is known of position n is picked from what was read of every position: to read it
+        # again would take as long as half of the launch.
+        target_side = (side == 0) & (at == n)
+        draft_side = (side == SIDES - 1) & (at == n)
+        few = tl.full((), -1, tl.int32)  # any token may come
+        if found_ptr is not None:
+            few, theirs = two_sums(tl.where(target_side, found, 0), tl.where(draft_side, found, 0))
+            few = tl.where(drawn & (theirs < 0), -1, few)
+        walked = (greedy == 0) & (few < 0)
+        x, y = final_logits(  # asked for before anything else is worked out
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            b, n, part * TILE, tl.where(walked, V, 0), drawn, TILE,
+        )  # fmt: skip
+        n_peak, n_total, draft_n_peak, draft_n_total = four_sums(
+            tl.where(target_side, peaks, 0.0),
+            tl.where(target_side, totals, 0.0),
+            tl.where(draft_side, peaks, 0.0),
+            tl.where(draft_side, totals, 0.0),
         )
+        n_peak, draft_n_peak = finite(n_peak), tl.where(drawn, finite(draft_n_peak), 0.0)
+        draft_n_total = tl.where(drawn, draft_n_total, 1.0)
         threshold = tl.full((), -float("inf"), tl.float32)
         draft_threshold = threshold
         if threshold_ptr is not None:
-            threshold = tl.load(threshold_ptr + b * rows + n)
-            if draft_ptr is not None:
-                draft_threshold = tl.load(
-                    threshold_ptr + b * rows + K + 1 + n, mask=drawn, other=0.0
-                )
-        target_side = (side == 0) & (at == n)
-        draft_side = (side == SIDES - 1) & (at == n)
-        n_peak, n_total, draft_n_peak, draft_n_total = four_sums(
-            tl.where(target_side, peaks, 0.0).to(tl.float64),
-            tl.where(target_side, totals, 0.0),
-            tl.where(draft_side, peaks, 0.0).to(tl.float64),
-            tl.where(draft_side, totals, 0.0),
-        )
-        n_lowest = lowest_of(n_peak, temperature, threshold)
-        draft_lowest = lowest_of(draft_n_peak, temperature, draft_threshold)
-        draft_unit = tl.where(drawn, n_total / draft_n_total, n_total)
-        # Logits times the scale, less these. What they are rounded by all weights share.
-        offset, draft_offset = n_peak * scale, draft_n_peak * scale
-        few = tl.full((), -1, tl.int32)  # any token may come
-        if found_ptr is not None:
-            few = tl.load(found_ptr + b * rows + n)
-            if draft_ptr is not None:
-                theirs = tl.load(found_ptr + b * rows + K + 1 + n, mask=drawn, other=0)
-                few = tl.where(theirs < 0, -1, few)
-        if (greedy == 0) & (few < 0):
-            strips = tl.cdiv(V, STRIP)
-            planes = batch.to(tl.int64) * strips
-            x, y = final_logits(
-                target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                b, n, part * TILE, V, drawn, TILE,
-            )  # fmt: skip
-            for tile in range(part, tiles, parts):
-                if AHEAD > 0:  # asked for before anything waits for this one
-                    next_x, next_y = final_logits(
-                        target_ptr, target_b, target_k, target_v,
-                        draft_ptr, draft_b, draft_k, draft_v,
-                        b, n, (tile + parts) * TILE, V, drawn, TILE,
-                    )  # fmt: skip
-                elif tile > part:
-                    x, y = final_logits(
-                        target_ptr, target_b, target_k, target_v,
-                        draft_ptr, draft_b, draft_k, draft_v, b, n, tile * TILE, V, drawn, TILE,
-                    )  # fmt: skip
-                tile_a, tile_q = final_laws(
-                    x, y, draft_ptr, counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr,
-                    penalty_ptr, b, n, tile * TILE, V, K, scale, offset, n_lowest,
-                    draft_offset, draft_lowest, draft_unit, drawn, sure, TILE,
-                )  # fmt: skip
-                a = tl.reshape(tile_a, (TILE // STRIP, WIDTH, STRIP // WIDTH))
-                strip = tile * (TILE // STRIP) + tl.arange(0, TILE // STRIP)
-                # Each warp's first thread stores what its warp has: addresses laid out as the
-                # threads are, since sums would pass through shared memory else.
-                lane = tl.arange(0, WIDTH)[None, :]
-                writes = (strip < strips)[:, None] & (lane == 0)
-                to = b.to(tl.int64) * strips + strip[:, None] + lane
-                if beyond:
-                    other = tl.reshape(tile_q, (TILE // STRIP, WIDTH, STRIP // WIDTH))
-                    above = a > other
-                    draft_high = high_word(other)
-                    apart = (high_word(a) - draft_high + BAND).to(tl.uint32, bitcast=True)
-                    near = (apart <= 2 * BAND) & (draft_high > 0)
-                    whole, draft_whole, over, draft_over, close = four_sums_and_any(
-                        a, other, tl.where(above, a, 0.0), tl.where(above, other, 0.0),
-                        near.to(tl.int32), 2,
-                    )  # fmt: skip
-                    whole, draft_whole, over, draft_over, close = four_sums_and_any(
-                        whole, draft_whole, over, draft_over, close, 1
-                    )
-                    note(partial_ptr + to, whole, writes)
-                    note(partial_ptr + planes + to, draft_whole, writes)
-                    note(partial_ptr + 2 * planes + to, over, writes)
-                    note(partial_ptr + 3 * planes + to, draft_over, writes)
-                    note(close_ptr + to, close, writes)
-                else:
-                    note(partial_ptr + to, tl.sum(tl.sum(a, axis=2), axis=1), writes)
-                if AHEAD > 0:
-                    x, y = next_x, next_y
-            tl.debug_barrier()  # all of this program's numbers are written
-            last = tl.atomic_add(arrived_ptr + b, 1) == parts - 1
+            threshold, draft_threshold = two_sums(
+                tl.where(target_side, thresholds, 0.0), tl.where(draft_side, thresholds, 0.0)
+            )
+            draft_threshold = tl.where(drawn, draft_threshold, -float("inf"))
+        # A row without drafts has no sure token: no offset is -1.
+        sure = tl.sum(tl.where(i == n, ids, 0), axis=0)
+        sure = tl.where(beyond & (one_hot != 0), sure, -1)
+        high, low = two_parts(scale)
+        ratio = (n_total / draft_n_total).to(tl.float32)
     out = b * (K + 1) + i
-    if part == tl.minimum(parts - 1, 1):  # the last one, or 0 where few tokens are left, draws
+    if part == parts - 1:  # which has no tile, or one fewer than others; not the one that draws
         kept = i < n
         final = i == tl.where(greedy, n, -1)
         token = tl.where(kept, ids, tl.where(final, best, -1))
@@ -439,16 +309,55 @@ def resolve_kernel(
         broken = broken | (tl.max(bad.to(tl.int32), axis=0) > 0)
         tl.store(errors_ptr + b, broken.to(tl.int32))
     if sum_ptr is not None:
+        if walked:
+            strips = tl.cdiv(V, STRIP)
+            for tile in range(part, tl.cdiv(V, TILE), parts):
+                if AHEAD > 0:  # asked for before anything waits for this one
+                    next_x, next_y = final_logits(
+                        target_ptr, target_b, target_k, target_v,
+                        draft_ptr, draft_b, draft_k, draft_v,
+                        b, n, (tile + parts) * TILE, V, drawn, TILE,
+                    )  # fmt: skip
+                elif tile > part:
+                    x, y = final_logits(
+                        target_ptr, target_b, target_k, target_v,
+                        draft_ptr, draft_b, draft_k, draft_v, b, n, tile * TILE, V, drawn, TILE,
+                    )  # fmt: skip
+                tile_x, tile_y = final_penalised(
+                    x, y, draft_ptr, counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr,
+                    b, n, tile * TILE, V, K, drawn, TILE,
+                )  # fmt: skip
+                mass = residual_near(
+                    tile_x, tile_y, draft_ptr, one_hot_ptr, threshold_ptr, tile * TILE,
+                    n_peak, draft_n_peak, threshold, draft_threshold, high, low, ratio, sure, TILE,
+                )  # fmt: skip
+                mass = tl.reshape(mass, (TILE // STRIP, WIDTH, STRIP // WIDTH))
+                note = tl.sum(tl.sum(mass, axis=2), axis=1)
+                # Each warp's first thread stores what its warp has: addresses laid out as the
+                # threads are, since sums would pass through shared memory else.
+                strip = tile * (TILE // STRIP) + tl.arange(0, TILE // STRIP)
+                lane = tl.arange(0, WIDTH)[None, :]
+                to = partial_ptr + b.to(tl.int64) * strips + strip[:, None] + lane
+                writes = (strip < strips)[:, None] & (lane == 0)
+                tl.store(to, tl.broadcast_to(note[:, None], to.shape), mask=writes)
+                if AHEAD > 0:
+                    x, y = next_x, next_y
+            tl.debug_barrier()  # all of this program's numbers are written
+            last = tl.atomic_add(arrived_ptr + b, 1) == parts - 1
+    if sum_ptr is not None:
         if last & (greedy == 0):
+            lowest = lowest_of(n_peak, temperature, threshold)
+            draft_lowest = lowest_of(draft_n_peak, temperature, draft_threshold)
             drawn_id = tl.full((), 0, tl.int64)
             its_p, its_q = n_total, n_total
             if few < 0:
                 drawn_id, its_p, its_q = draw(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
                     counts_ptr, counts_b, counts_v, ids_ptr, one_hot_ptr, penalty_ptr,
-                    partial_ptr, close_ptr, b, batch, n, beyond, last_uniform, V, K,
-                    scale, offset, n_lowest, draft_offset, draft_lowest, draft_unit, drawn, sure,
-                    TILE, STRIP, STRIPS,
+                    threshold_ptr, partial_ptr, exact_ptr, b, n, beyond, last_uniform, V, K,
+                    scale, high, low, ratio, n_peak, threshold, lowest,
+                    draft_n_peak, draft_threshold, draft_lowest, n_total, draft_n_total, drawn,
+                    sure, TILE, STRIP, STRIPS,
                 )  # fmt: skip
             if found_ptr is not None:
                 if few >= 0:
@@ -456,7 +365,7 @@ def resolve_kernel(
                     drawn_id, its_p, its_q = draw_among(
                         draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
                         ids_ptr, penalty_ptr, few_ptr + first, few_ids_ptr + first, few, b, n,
-                        beyond, last_uniform, V, K, temperature, n_peak, n_lowest,
+                        beyond, last_uniform, V, K, temperature, n_peak, lowest,
                         draft_n_peak, draft_lowest, draft_n_total, drawn, sure, CANDIDATES,
                     )  # fmt: skip
             here = i == n

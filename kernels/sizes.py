@@ -15,9 +15,10 @@ class Sizes:
     registers: int = 72  # launch 1: seven splits of four warps on a multiprocessor
     rule_registers: int = 128  # where penalties and groups take registers
     rule_rows: int = 64  # programs of launch 1 that then share a sequence's rows, at most
-    tile_registers: int = 128  # launch 2
+    tile_registers: int = 80  # launch 2: three programs of eight warps on a multiprocessor
+    rule_tile_registers: int = 128
     ahead: int = 1  # of launch 2: is a tile's successor asked for before the tile is summed?
-    programs: int = 264  # of launch 2, where there are tiles for them: all that are under way
+    programs: int = 396  # of launch 2, where there are tiles for them: all that are under way
 
 
 TABLE: tuple[

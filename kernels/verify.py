@@ -8,13 +8,13 @@ truncation kept v, else 0:
      (thresholds, where a row asks for top-k, top-p or min-p: kernels/truncate.py)
   2. resolve   per sequence: M = max m_s and L = sum l_s exp((m_s - M) / T) of all rows; draft x_i
                is kept iff u_i w_q(x_i) / L_q < w_p(x_i) / L_p, n is the first that is not; then
-               over tiles of TILE tokens the mass of max(w_p / P - w_q / Q, 0) at position n, and
-               by whoever is last the tile in which its CDF crosses u_K, and the id within it
+               over strips of STRIP tokens the mass of max(w_p / P - w_q / Q, 0) at position n,
+               and by whoever is last the strip in which its CDF crosses u_K, and the id within it
 
 Nothing of [B, K, V] is written; one target and one draft row are read again by launch 2. The
-acceptance test works on float32 sums (relative error some 1e-7); the residual gets float64
-throughout (kernels/resolve.py). Sums have a fixed order, and splits and tiles follow from V only:
-a row's result never depends on the batch.
+acceptance test works on float32 sums (relative error some 1e-7), and so does the residual, but in
+float64 where next to nothing is left of it (kernels/residual.py). Sums have a fixed order, and
+splits and tiles follow from V only: a row's result never depends on the batch.
 """
 
 from collections.abc import Callable
@@ -138,20 +138,22 @@ def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tens
     tiles, strip = triton.cdiv(call.sizes[0], tile), min(tile, STRIP)
     strips = triton.cdiv(call.sizes[0], strip)
     cut = truncate(call, stats, rules) if rules.any() and not call.greedy else None
-    partial = close = None
+    partial = exact = None
     if not call.greedy:
-        partial = torch.empty(4, batch, strips, dtype=torch.float64, device=device)
-        close = torch.empty(batch, strips, dtype=torch.int32, device=device)
+        partial = torch.empty(batch, strips, device=device)
+        exact = torch.empty(batch, strips, dtype=torch.float64, device=device)
     verification = Verification.unwritten(batch, width, device)
     errors = torch.empty(batch, dtype=torch.int32, device=device)
     chosen = sizes(batch)
+    plain = cut is None and call.row_args[15] is None  # no penalty
     # One wave of programs: a second one with few of them would take as long as the first.
-    parts = 1 if call.greedy else min(tiles, max(1, chosen.programs // batch))
+    # The last of a row writes what is known before the draw, and so has a tile less, if any.
+    parts = 1 if call.greedy else min(tiles + 1, max(1, chosen.programs // batch))
     launch(
         resolve_kernel, (parts, batch), *call.row_args, *rules.tensors(),
         stats.maxima, stats.best, stats.sums, stats.drafted,
         *((None,) * 5 if cut is None else cut.tensors()),
-        inputs.uniforms.contiguous(), partial, close, stats.arrived,
+        inputs.uniforms.contiguous(), partial, exact, stats.arrived,
         verification.token_ids, verification.num_accepted, verification.target_logprobs,
         verification.draft_logprobs, errors, *call.sizes,
         POSITIONS=call.blocks["POSITIONS"], SPLITS=call.blocks["SPLITS"],
@@ -159,7 +161,7 @@ def enqueue(inputs: Inputs, *, sampled: bool = True) -> tuple[Verification, Tens
         STRIP=strip, STRIPS=triton.next_power_of_2(strips), WIDTH=max(1, strip // 8),
         AHEAD=chosen.ahead,
         CANDIDATES=1 if cut is None else cut.ids.shape[-1], num_warps=TILE_WARPS,
-        maxnreg=chosen.tile_registers, **options(device),
+        maxnreg=chosen.tile_registers if plain else chosen.rule_tile_registers, **options(device),
     )  # fmt: skip
     return verification, errors
 

@@ -62,9 +62,3 @@ def weights(x, peak, lowest, scale):
     """2^((x - peak) scale) in float64 for float32 x at or above `lowest`, else 0."""
     t = (x.to(tl.float64) - peak.to(tl.float64)) * scale
     return tl.where(x >= lowest, exp2_double(t), 0.0)
-
-
-@triton.jit
-def weights_by(x, offset, lowest, scale):
-    """2^(x scale - offset) in float64 for float32 x at or above `lowest`, else 0."""
-    return tl.where(x >= lowest, exp2_double(tl.fma(x.to(tl.float64), scale, -offset)), 0.0)

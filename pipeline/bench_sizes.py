@@ -32,20 +32,22 @@ SPLITS = (
     {"BLOCK": 16384, "WARPS": 8, "registers": 72},
     {"BLOCK": 4096, "WARPS": 2, "registers": 72},
 )
-# Of launch 2, first what it is made of: strips of one warp, or of the tile as a whole (all warps
-# then meet), with the next tile asked for or not; then sizes of the best of these.
+# Of launch 2: tokens asked for at a time, warps that share them, what a warp has to itself, and how
+# many programs are under way, which registers bound.
 TILES = (
-    {"TILE": 2048, "STRIP": 2048, "ahead": 0},
-    {"TILE": 2048, "STRIP": 2048, "ahead": 1},
-    {"TILE": 2048, "STRIP": 256, "ahead": 0},
-    {"TILE": 2048, "STRIP": 256, "ahead": 1},
-    {"TILE": 2048, "STRIP": 256, "ahead": 1, "programs": 132},
-    {"TILE": 2048, "STRIP": 256, "ahead": 1, "programs": 528},
-    {"TILE": 4096, "TILE_WARPS": 16, "STRIP": 256, "tile_registers": 128, "programs": 132},
-    {"TILE": 4096, "TILE_WARPS": 8, "STRIP": 1024, "tile_registers": 168, "programs": 132},
-    {"TILE": 1024, "TILE_WARPS": 8, "STRIP": 128, "tile_registers": 128, "programs": 264},
-    {"TILE": 1024, "TILE_WARPS": 4, "STRIP": 256, "tile_registers": 128, "programs": 528},
-    {"TILE": 1024, "TILE_WARPS": 4, "STRIP": 256, "tile_registers": 168, "programs": 396},
+    {"TILE": 2048, "tile_registers": 80, "programs": 396, "ahead": 0},
+    {"TILE": 2048, "tile_registers": 128, "programs": 264},
+    {"TILE": 2048, "tile_registers": 128, "programs": 132},
+    {"TILE": 2048, "tile_registers": 64, "programs": 528},
+    {"TILE": 2048, "tile_registers": 64, "programs": 528, "ahead": 0},
+    {"TILE": 2048, "TILE_WARPS": 4, "STRIP": 512, "tile_registers": 128, "programs": 528},
+    {"TILE": 4096, "TILE_WARPS": 8, "STRIP": 512, "tile_registers": 128, "programs": 264},
+    {"TILE": 4096, "TILE_WARPS": 8, "STRIP": 256, "tile_registers": 128, "programs": 264},
+    {"TILE": 4096, "TILE_WARPS": 16, "tile_registers": 80, "programs": 132},
+    {"TILE": 1024, "TILE_WARPS": 4, "tile_registers": 80, "programs": 792},
+    {"TILE": 1024, "TILE_WARPS": 4, "tile_registers": 128, "programs": 528},
+    {"TILE": 1024, "TILE_WARPS": 4, "tile_registers": 128, "programs": 264},
+    {"TILE": 1024, "TILE_WARPS": 8, "STRIP": 128, "tile_registers": 80, "programs": 396},
 )
 # Of cut: few threads meet sooner, and few registers let more rows be under way.
 CUTS = (
@@ -63,8 +65,8 @@ CUTS = (
     {"CUT_WARPS": 4, "CUT_REGISTERS": 255, "CHUNK": 64},
     {"CUT_WARPS": 4, "CUT_REGISTERS": 255, "CHUNK": 16},
     {"CUT_WARPS": 4, "CUT_REGISTERS": 168, "READ": 2048},
-    {"TILE": 2048, "STRIP": 256, "tile_registers": 128},
-    {"TILE": 2048, "STRIP": 256, "tile_registers": 168},
+    {"TILE": 2048, "rule_tile_registers": 80},
+    {"TILE": 2048, "rule_tile_registers": 168, "programs": 132},
 )
 # What each choice is about: the fastest of each joins the others in one last reading.
 KERNELS_OF = {

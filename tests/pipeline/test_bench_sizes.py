@@ -65,7 +65,8 @@ def test_a_sweep_that_is_cut_off_has_told_what_it_read(
     together = [row for row in written if row["kind"] == "together"]
     assert [row["sizes"]["TILE"] for row in together] == [1024, 1024]
     assert all(row["sizes"]["TILE_WARPS"] == 8 for row in together)
-    assert sum("refused" in row for row in written) == 4
+    small = [choice for choice in TILES if (choice["TILE"], choice.get("TILE_WARPS")) == (1024, 4)]
+    assert sum("refused" in row for row in written) == 2 * len(small) > 0
     assert len(prepared) == 2 + len(SPLITS) + len(TILES) + len(CUTS)
     assert sum("best" in said for said in best_lines(written)) == 2
 
