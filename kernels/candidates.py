@@ -67,6 +67,26 @@ def store_where(pointers, values, mask):
 
 
 @triton.jit
+def store_pairs(pointers, x, tokens, value, after, most):
+    """Pairs of x and tokens where x reaches a value and `after` is no more than `most`.
+
+    Compared here: the compiler would keep a bit of every comparison from where it counts them.
+    """
+    if INTERPRETED:
+        tl.store(pointers, pair_of(x, tokens), mask=(x >= value) & (after <= most))
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p, q; setp.ge.f32 p, $2, $4; setp.le.and.s32 q, $5, $6, p; "
+            "@q st.global.v2.b32 [$1], {$3, $2}; mov.b32 $0, 0; }",
+            "=r,l,f,r,f,r,r",
+            [pointers.to(tl.int64), x, tokens, value, after, most],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _add_both(a, b, more_a, more_b):
     return a + more_a, b + more_b
 
@@ -110,6 +130,9 @@ def decide(
     tl.store(packed_ids_ptr + d, pairs.to(tl.int32))
     tl.store(weight_ptr + d, w)
     tl.debug_barrier()
+    # Read at once, so that what follows finds them near.
+    z = tl.load(packed_ptr + d)
+    w = tl.load(weight_ptr + d)
     above = tl.zeros((PACKED,), tl.int32)
     over = tl.zeros((PACKED,), tl.float64)
     for start in range(0, tl.minimum(count, PACKED), CHUNK):

@@ -90,7 +90,13 @@ def rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V):
 
 
 @triton.jit
-def penalise(x, seen, penalty):
+def inverse_of(penalty):
+    """float32 nearest to one over a penalty, for `penalise_by`."""
+    return (1.0 / penalty.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def penalise_by(x, seen, penalty, inverse):
     """Seen logits divided by the penalty where positive, else multiplied; IEEE float32.
 
     A quotient: that by the reciprocal, corrected by what it leaves of x, which one fused product
@@ -99,15 +105,18 @@ def penalise(x, seen, penalty):
     branch for every logit, and no float64, whose conversions would bound the launch, but for the
     reciprocal: no quotient of two float32 lies within 2^-49 of itself of where rounding turns.
     """
-    wide = penalty.to(tl.float64)
     if INTERPRETED:  # whose fused product is rounded twice
-        quotient = (x.to(tl.float64) * (1.0 / wide)).to(tl.float32)
+        quotient = (x.to(tl.float64) * (1.0 / penalty.to(tl.float64))).to(tl.float32)
     else:
-        inverse = (1.0 / wide).to(tl.float32)
         near = x * inverse
         left = tl.fma(-near, penalty, x)
         quotient = tl.fma(left, inverse, near)
     return tl.where(seen, tl.where(x > 0, quotient, x * penalty), x)
+
+
+@triton.jit
+def penalise(x, seen, penalty):
+    return penalise_by(x, seen, penalty, inverse_of(penalty))
 
 
 @triton.jit

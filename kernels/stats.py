@@ -12,7 +12,7 @@ from kernels.launching import launch
 from kernels.overlap import follow, options
 from kernels.plain_stats import plain_split
 from kernels.rows import Call, Rules
-from kernels.rule_stats import rule_split
+from kernels.rule_stats import rule_split, single_row
 from kernels.sizes import sizes
 from kernels.weights import LOG2_E
 
@@ -63,7 +63,7 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
         registers = chosen.registers if pairs else max(chosen.registers, WIDE_REGISTERS)
     else:
         warps, registers = max(1, min(RULE_WARPS, block // 256)), chosen.rule_registers
-        side_by_side = min(rows, chosen.rule_rows)
+        side_by_side = rows if batch <= EAGER_ROWS else min(rows, chosen.rule_rows)
     blocks = dict(call.blocks) | {"num_warps": warps, "maxnreg": registers}
     parts = max(1, block // (32 * warps * lane(call)))
     eager = batch <= EAGER_ROWS or (lengths is None and one_hot is None)
@@ -71,7 +71,7 @@ def row_statistics(call: Call, device: torch.device, rules: Rules) -> Statistics
         stats_kernel, (splits, side_by_side, batch), *call.row_args, rules.top_k, rules.top_p,
         maxima, found.best, sums, found.drafted, groups, found.arrived, *call.sizes,
         GROUP=group, LANE=min(lane(call), group), CHUNK=min(CHUNK, block), EAGER=eager, PARTS=parts,
-        PLAIN=plain, **blocks, **options(device),
+        PLAIN=plain, ALONE=batch <= EAGER_ROWS, **blocks, **options(device),
     )  # fmt: skip
     return found
 
@@ -108,7 +108,7 @@ def stats_kernel(
     V, K, S,
     POSITIONS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     LANE: tl.constexpr, CHUNK: tl.constexpr, EAGER: tl.constexpr, PARTS: tl.constexpr,
-    PLAIN: tl.constexpr, OVERLAP: tl.constexpr,
+    PLAIN: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of weights of one (split, row); greedy rows: maximum and its lowest id.
 
@@ -132,6 +132,13 @@ def stats_kernel(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
             ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr, max_ptr, best_ptr, sum_ptr,
             drafted_ptr, b, row, split, cell, at, V, K, POSITIONS, BLOCK, LANE, CHUNK, PARTS, EAGER,
+        )  # fmt: skip
+    elif ALONE:
+        single_row(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            counts_ptr, counts_b, counts_v, ids_ptr, lengths_ptr, one_hot_ptr, temperature_ptr,
+            penalty_ptr, top_k_ptr, top_p_ptr, max_ptr, best_ptr, sum_ptr, drafted_ptr, groups_ptr,
+            b, row, rows, split, V, K, S, POSITIONS, BLOCK, GROUP, LANE, CHUNK, PARTS,
         )  # fmt: skip
     else:
         rule_split(

@@ -28,15 +28,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.accept import two_sums
-from kernels.candidates import decide, exact_weights, pair_of, store_where
+from kernels.candidates import decide, exact_weights, store_pairs, store_where
 from kernels.launching import launch
 from kernels.matrix import INTERPRETED
 from kernels.overlap import follow, options
+from kernels.plain_stats import row_start, wide
 from kernels.rows import (
     Call,
     Rules,
+    inverse_of,
     key_value,
     order_key,
+    penalise_by,
     row_logits,
     row_position,
     rules_of,
@@ -73,15 +76,67 @@ class Cut:
 
 
 @triton.jit
-def row_total(max_ptr, sum_ptr, cell, S, scale, SPLITS: tl.constexpr):
-    """Largest logit of a row and its sum of weights."""
-    s = tl.arange(0, SPLITS)
-    at = cell * S + s
-    maxima = tl.load(max_ptr + at, mask=s < S, other=-float("inf"))
-    sums = tl.load(sum_ptr + at, mask=s < S, other=0.0)
-    peak = tl.max(maxima, axis=0)
+def row_total(maxima, sums, peak, scale):
+    """Sum of weights of a row, from the maxima and sums of its splits."""
     factor = weights(maxima, tl.minimum(tl.maximum(peak, LOWEST), -LOWEST), LOWEST, scale)
-    return peak, tl.sum(tl.where(sums > 0, sums * factor, 0.0), axis=0)
+    return tl.sum(tl.where(sums > 0, sums * factor, 0.0), axis=0)
+
+
+@triton.jit
+def here(x):
+    """A float32 that the compiler does not know: what follows from it is not worked out earlier."""
+    if INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def as_they_are(bits):
+    """int32 of which the compiler knows nothing, so that it does not turn bits into predicates."""
+    if INTERPRETED:
+        return bits
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [bits], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def stored_logits(
+    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v, ids_ptr,
+    b, row, position, offsets, V, K,
+):  # fmt: skip
+    """A row's logits as stored where models agree on a type, else in float32."""
+    if draft_ptr is not None and draft_ptr.dtype != target_ptr.dtype:
+        return row_logits(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            None, 0, 0, ids_ptr, None, b, row, position, offsets, V, K,
+        )  # fmt: skip
+    else:
+        start, stride = row_start(
+            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
+            b, row, position, K,
+        )  # fmt: skip
+        at = start + offsets.to(tl.int64) * stride
+        return tl.load(at, mask=offsets < V, other=-float("inf"))
+
+
+@triton.jit
+def drafts_of(group, ids_ptr, b, position, K, GROUP: tl.constexpr, LANE: tl.constexpr):
+    """Which tokens [groups, GROUP] of groups are drafts before a position.
+
+    A bit a token, since a draft is then one comparison for LANE of them.
+    """
+    lanes = group[:, None] * GROUP + tl.arange(0, GROUP // LANE)[None, :] * LANE
+    bits = tl.zeros_like(lanes)
+    for j in range(0, position):
+        place = tl.load(ids_ptr + b * K + j).to(tl.int32) - lanes
+        bit = tl.full((), 1, tl.int32) << (place & (LANE - 1))
+        bits = bits | tl.where((place >= 0) & (place < LANE), bit, 0)
+    bits = as_they_are(bits)
+    bits = (bits[:, :, None] >> tl.arange(0, LANE)[None, None, :]) & 1
+    return tl.reshape(bits, (group.shape[0], GROUP)) != 0
 
 
 @triton.jit
@@ -131,6 +186,16 @@ def key_from(value, high):
 
 
 @triton.jit
+def one_where_reached(a, b):
+    """float32 of a >= b, one instruction each; sums of these are exact."""
+    if INTERPRETED:
+        return (a >= b).to(tl.float32)
+    return tl.inline_asm_elementwise(
+        "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def columns_that_hold(groups, COLUMNS: tl.constexpr):
     """In how many columns so many largest groups lie, if any group may lie in any of them."""
     return ((1.0 - tl.exp(-groups / COLUMNS)) * COLUMNS + 0.5).to(tl.int32)
@@ -147,7 +212,7 @@ def group_edge(
     four such guesses leave little to search.
     """
     columns = tl.max(tl.reshape(tops, (GROUPS // COLUMNS, COLUMNS)), axis=0)
-    rank = tl.sum((columns[:, None] >= columns[None, :]).to(tl.int32), axis=0)
+    rank = tl.sum(one_where_reached(columns[:, None], columns[None, :]), axis=0)
     spread = tl.minimum(most - enough, enough // 4 + 4).to(tl.float32)
     groups = enough.to(tl.float32)
     low = tl.full((), BOTTOM, tl.int64)
@@ -198,9 +263,16 @@ def cut_kernel(
     g = tl.arange(0, GROUPS)
     live = g < G  # no work for groups that the compiler knows not to exist
     tops = tl.load(groups_ptr + cell * G + g, mask=live, other=-float("inf"))
+    s = tl.arange(0, SPLITS)
+    maxima = tl.load(max_ptr + cell * S + s, mask=s < S, other=-float("inf"))
+    sums = tl.load(sum_ptr + cell * S + s, mask=s < S, other=0.0)
     temperature = tl.load(temperature_ptr + b).to(tl.float64)
-    peak, total = row_total(max_ptr, sum_ptr, cell, S, powers_of(temperature), SPLITS)
     top_k, top_p, min_p = rules_of(top_k_ptr, top_p_ptr, min_p_ptr, b, V)
+    penalty = tl.full((), 1.0, tl.float32)
+    if penalty_ptr is not None:
+        penalty = tl.load(penalty_ptr + b).to(tl.float32)
+    tl.debug_barrier()  # the compiler looks at nothing before all this is asked for
+    peak = tl.max(maxima, axis=0)
     position = row_position(ids_ptr, lengths_ptr, one_hot_ptr, b, row, K, POSITIONS)
     if (position >= 0) & (temperature != 0):
         threshold = tl.full((), -float("inf"), tl.float32)
@@ -229,11 +301,25 @@ def cut_kernel(
                 place = start // GROUP + tl.arange(0, READ // GROUP)
                 group = tl.load(list_ptr + cell * CAP + place, mask=place < num_read, other=G)
                 offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-                x = row_logits(
+                x = stored_logits(
                     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-                    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-                    offsets, V, K,
+                    ids_ptr, b, row, position, offsets, V, K,
                 )  # fmt: skip
+                if penalty_ptr is not None:
+                    asked = offsets < tl.where(penalty != 1.0, V, 0)
+                    if counts_ptr is not None:
+                        at = b.to(tl.int64) * counts_b + offsets.to(tl.int64) * counts_v
+                        times = tl.load(counts_ptr + at, mask=asked, other=0)
+                    # While these are under way.
+                    inverse = here(inverse_of(here(penalty)))
+                    before = tl.where(penalty != 1.0, position, 0)
+                    drafts = drafts_of(group, ids_ptr, b, before, K, GROUP, LANE)
+                    x = wide(x)
+                    if counts_ptr is not None:
+                        drafts = drafts | (times > 0)
+                    x = penalise_by(x, drafts, penalty, inverse)
+                else:
+                    x = wide(x)
                 if start > 0:
                     count = tl.load(found_ptr + cell)
                     tl.debug_barrier()  # all have it before it changes
@@ -241,8 +327,8 @@ def cut_kernel(
                 offsets = tl.reshape(offsets, (READ,))
                 found = x >= value
                 after = count + tl.cumsum(found.to(tl.int32), axis=0)
-                room = found & (after <= PACKED)
-                store_where(pairs_ptr + cell * PACKED + after - 1, pair_of(x, offsets), room)
+                slots = pairs_ptr + cell * PACKED + after - 1
+                store_pairs(slots, x, offsets, value, after, tl.full((), PACKED, tl.int32))
                 # How many there are by now, from whoever has the last of them.
                 lanes = tl.max(tl.reshape(after, (READ // LANE, LANE)), axis=1)
                 last = tl.arange(0, READ // LANE) == READ // LANE - 1
@@ -251,6 +337,7 @@ def cut_kernel(
             pairs = tl.load(pairs_ptr + cell * PACKED + tl.arange(0, FEW))
             if num_read > 0:
                 count = tl.load(found_ptr + cell)
+            total = row_total(maxima, sums, peak, powers_of(temperature))  # meanwhile
             packed, kept_weights = packed_ptr + cell * PACKED, weight_ptr + cell * PACKED
             packed_ids = packed_ids_ptr + cell * PACKED
             if count <= FEW:
