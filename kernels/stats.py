@@ -12,7 +12,8 @@ from kernels.launching import launch
 from kernels.overlap import follow, options
 from kernels.plain_stats import plain_split
 from kernels.rows import Call, Rules
-from kernels.rule_stats import rule_split, single_row
+from kernels.rule_stats import rule_split
+from kernels.single_row import single_row
 from kernels.sizes import sizes
 from kernels.weights import LOG2_E
 
