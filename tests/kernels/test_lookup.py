@@ -266,5 +266,4 @@ def test_it_compiles_for_a_gpu_once_for_all_tables_and_batches(tmp_path: Path) -
     told = json.loads(told_by(PROGRAM, tmp_path))
     assert (told["none"], told["tables"], told["believed"]) == (2, 2, 2)
     without, with_table = told["loads"]
-    assert without == 6  # slot, length, two keys of a thread, tokens asked for, tokens
-    assert with_table > without
+    assert without < with_table  # nothing of a table is looked for where there is none
