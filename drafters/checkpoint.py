@@ -1,4 +1,5 @@
-"""A drafter on disk: drafter.json (what it is, and its weights' digest) and model.safetensors.
+"""A drafter on disk: drafter.json (what it is, and its weights' digest) and its tensors, in
+model.safetensors unless a kind names another file.
 
 Each file appears whole or not at all, the description last; a pair that does not belong together
 is refused.
@@ -22,14 +23,18 @@ FORMAT_VERSION = 1
 
 
 def save_drafter(
-    folder: Path, kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    folder: Path,
+    kind: str,
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | None = None,
+    file: str = WEIGHTS,
 ) -> None:
     """Write a drafter of this kind; `facts` is what its loader needs to know, as plain values."""
     folder.mkdir(parents=True, exist_ok=True)
     description: dict[str, Any] = {"format_version": FORMAT_VERSION, "kind": kind, **facts}
     if tensors is not None:
-        write_tensors(folder / WEIGHTS, tensors)
-        description["weights_sha256"] = _sha256(folder / WEIGHTS)
+        write_tensors(folder / file, tensors)
+        description["weights_sha256"] = _sha256(folder / file)
     partial = folder / (DESCRIPTION + ".partial")
     partial.write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
     _commit(partial, folder / DESCRIPTION)
@@ -59,9 +64,11 @@ def read_description(folder: Path, kind: str) -> dict[str, Any]:
     return description
 
 
-def read_tensors(folder: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
+def read_tensors(
+    folder: Path, description: Mapping[str, Any], file: str = WEIGHTS
+) -> dict[str, Tensor]:
     """The weights that belong to the description, on the CPU."""
-    path = folder / WEIGHTS
+    path = folder / file
     if not path.exists():
         raise ValueError(f"{path} does not exist; make the drafter in {folder} again")
     if _sha256(path) != description.get("weights_sha256"):

@@ -35,7 +35,7 @@ class CompositeConfig(DrafterConfig):
         if not isinstance(lookup, NgramDrafter):
             raise ValueError(
                 f"lookup={self.lookup} is a {type(lookup).__name__}, not a lookup drafter; "
-                "name an ngram entry of the pool"
+                "name an ngram or retrieval entry of the pool"
             )
         if self.min_match > lookup.config.max_ngram:
             raise ValueError(

@@ -116,35 +116,43 @@ def continuation(tokens: Sequence[int], match: Match, num_tokens: int) -> list[i
     return [tokens[match.end + i % period] for i in range(num_tokens)]
 
 
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What a lookup makes of a text."""
+
+    num_matched: int  # tokens that agree; 0: nothing found
+    token_ids: list[int]
+
+
 class NgramSession:
     """One row's index."""
 
-    def __init__(self, config: NgramConfig) -> None:
-        self._config = config
-        self._index = NgramIndex(config.min_ngram, config.max_ngram)
+    def __init__(self, drafter: "NgramDrafter") -> None:
+        self._drafter = drafter
+        self._index = drafter.index()
 
     def match_length(self, token_ids: Sequence[int]) -> int:
         """Tokens of the longest matching suffix; 0: no match."""
-        self._index.become(token_ids)
-        match = self._index.match()
-        return match.length if match else 0
+        return self._guess(token_ids, 0).num_matched
 
     def offer(self, token_ids: Sequence[int]) -> int:
-        return self._config.max_offer if self.match_length(token_ids) else 0
+        return len(self._guess(token_ids, MAX_DRAFT_TOKENS).token_ids)
 
     def propose(
         self, token_ids: Sequence[int], num_draft_tokens: int, sampler: DraftSampler
     ) -> DraftProposal:
+        guess = self._guess(token_ids, num_draft_tokens)
+        return DraftProposal(guess.token_ids, None, self._drafter.kind)
+
+    def _guess(self, token_ids: Sequence[int], num_tokens: int) -> Guess:
         self._index.become(token_ids)
-        match = self._index.match()
-        size = min(num_draft_tokens, self._config.max_offer)
-        tokens = continuation(self._index.tokens, match, size) if match else []
-        return DraftProposal(tokens, None, "ngram")
+        return self._drafter.guess(self._index, num_tokens)
 
 
 class NgramDrafter:
     """Guesses by lookup; has no weights."""
 
+    kind = "ngram"
     num_parameters = 0
     memory_bytes = 0
 
@@ -153,7 +161,19 @@ class NgramDrafter:
         self._parts: DeviceParts | None = None
 
     def open(self) -> NgramSession:
-        return NgramSession(self.config)
+        return NgramSession(self)
+
+    def index(self) -> NgramIndex:
+        """One of an empty text."""
+        return NgramIndex(self.config.min_ngram, self.config.max_ngram)
+
+    def guess(self, index: NgramIndex, num_tokens: int) -> Guess:
+        """The rule, for so many tokens at most."""
+        match = index.match()
+        if match is None:
+            return Guess(0, [])
+        size = min(num_tokens, self.config.max_offer)
+        return Guess(match.length, continuation(index.tokens, match, size))
 
     def on_device(self) -> "DeviceParts":
         """The lookup that the device makes by the same rule (kernels/lookup.py)."""
@@ -176,12 +196,11 @@ class NgramDrafter:
 
     def match_lengths(self, token_ids: Sequence[int], num_prompt_tokens: int) -> list[int]:
         """Tokens of the longest match had drafting begun at each answer token; 0: no match."""
-        index = NgramIndex(self.config.min_ngram, self.config.max_ngram)
+        index = self.index()
         index.become(token_ids[:num_prompt_tokens])
         lengths = []
         for token in token_ids[num_prompt_tokens:]:
-            match = index.match()
-            lengths.append(match.length if match else 0)
+            lengths.append(self.guess(index, 0).num_matched)
             index.append(token)
         return lengths
 
@@ -201,14 +220,12 @@ class NgramDrafter:
         """
         answer = list(token_ids[num_prompt_tokens:])
         accept = torch.full((len(answer), max_depth), torch.nan)
-        index = NgramIndex(self.config.min_ngram, self.config.max_ngram)
+        index = self.index()
         index.become(token_ids[:num_prompt_tokens])
         for start, token in enumerate(answer):
-            if match := index.match():
-                size = min(max_depth, self.config.max_offer, len(answer) - start)
-                guess = continuation(index.tokens, match, size)
-                hits = [float(guess[d] == answer[start + d]) for d in range(size)]
-                accept[start, :size] = torch.tensor(hits)
+            guess = self.guess(index, min(max_depth, len(answer) - start)).token_ids
+            hits = [float(drafted == answer[start + d]) for d, drafted in enumerate(guess)]
+            accept[start, : len(hits)] = torch.tensor(hits)
             index.append(token)
         return accept
 

@@ -59,5 +59,5 @@ class Members:
 
 def _alike(one: DeviceLookup | None, other: DeviceLookup) -> bool:
     """Whether they find the same; how soon it is believed is the composite's affair."""
-    settings = ("min_ngram", "max_ngram", "max_offer")
+    settings = ("min_ngram", "max_ngram", "max_offer", "table")
     return one is not None and all(getattr(one, n) == getattr(other, n) for n in settings)

@@ -10,16 +10,20 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from decode.native.kernel_forward import KernelForward
+from kernels.ngram_table import Table
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLookup:
-    """The longest suffix that occurs earlier, at its most recent occurrence, and what followed."""
+    """The longest suffix that occurs earlier, at its most recent occurrence, and what followed;
+    where nothing does, what a table says that follows.
+    """
 
     min_ngram: int  # tokens of the shortest suffix looked for
     max_ngram: int  # of the longest
     max_offer: int  # tokens proposed at most
-    min_match: int  # tokens that must agree before it is believed; at least min_ngram
+    min_match: int  # tokens that must agree before it is believed, there as in the table
+    table: Table | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -102,6 +102,7 @@ class DeviceStep:
                 lookup.max_offer,
                 found[number],
                 num_found[number],
+                None if lookup.table is None else lookup.table.on(state.device),
             )
         keep_found(plan.asked, drafting, found, num_found)
 

@@ -43,6 +43,8 @@ from drafters.base import BuildContext, target_parts
 from drafters.composite import CompositeConfig
 from drafters.lm import LmConfig
 from drafters.ngram import NgramConfig
+from drafters.retrieval import RetrievalConfig, RetrievalDrafter
+from drafters.retrieval_table import build_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,6 +118,11 @@ def pool(*names: str) -> dict[str, Any]:
         "both": lambda: CompositeDrafter(lookup, model, 2),
     }
     return {name: found[name]() for name in names}
+
+
+def remembering(texts: list[list[int]]) -> RetrievalDrafter:
+    config = RetrievalConfig(min_ngram=2, max_ngram=3, max_offer=OFFER, longest=3)
+    return RetrievalDrafter(config, build_table(texts, 3, 6))
 
 
 def cut_head(model: Any, size: int) -> Any:
@@ -231,6 +238,25 @@ def test_the_kinds_that_are_deployed_draft_on_the_device(target: NativeTarget) -
     assert {record.source for record in steps if record.drafter == "both"} >= {"ngram"}
     assert {record.source for record in steps} == {"ngram", "lm"}
     assert counts(result)[0]
+
+
+def test_lookups_with_tables_of_their_own_draft_side_by_side(target: NativeTarget) -> None:
+    """One that has read what the target will write, one that has read something else, and none."""
+    written = [generate(target, {}, None, prompt, 8).token_ids[0] for prompt in PROMPTS]
+    right = remembering([p + text for p, text in zip(PROMPTS, written, strict=True)])
+    wrong = remembering([[token, *ids(5, token)] for token in {t for w in written for t in w}])
+    lookup = LookupDrafter(2, 3, 2)
+    results = []
+    for waits in (False, True):
+        policy = Arms(("right", 3), ("wrong", 2), ("ngram", 3), by_row=True)
+        drafters = {"right": right, "wrong": wrong, "ngram": lookup}
+        results.append(generate(target, drafters, policy, PROMPTS, 8, waits=waits))
+    ours, theirs = results
+    assert ours.token_ids == theirs.token_ids == written
+    assert told(ours) == told(theirs)
+    accepted = [sum(record.num_accepted for record in records) for records in ours.records]
+    assert accepted[0] >= 4
+    assert sum(record.num_drafted for record in ours.records[1]) > accepted[1]
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -185,7 +185,7 @@ def test_sampled_score_is_the_ratio_of_laws(
         for depth in range(min(3, 10 - start)):
             here = len(NEW) + start + depth
             found = accept[start, depth].item()
-            if drafts.source == "ngram" or not drafts.token_ids:
+            if drafts.source in ("ngram", "retrieval") or not drafts.token_ids:
                 wanted = [float(tokens[here] == d) for d in drafts.token_ids[depth : depth + 1]]
                 assert [found] == wanted or (not wanted and found != found)
                 continue
@@ -198,5 +198,5 @@ def test_sampled_score_is_the_ratio_of_laws(
 def test_every_kind_has_a_file() -> None:
     """The parametrisation is not empty, and building by name works without a fixture."""
     parts = TargetParts(tiny_model(seed=5), tiny_tokenizer(), VOCAB_SIZE, "tiny")
-    assert {"ngram", "lm", "lora", "composite"} <= set(YAML)
+    assert {"ngram", "retrieval", "lm", "lora", "composite"} <= set(YAML)
     assert all(make_drafter(name, parts).num_parameters >= 0 for name in YAML)

@@ -18,6 +18,8 @@ from drafters.base import BuildContext, DrafterConfig, TargetParts
 from drafters.lm import LmConfig
 from drafters.lora import LoraDrafter
 from drafters.losses import Objective
+from drafters.retrieval import RetrievalDrafter
+from drafters.retrieval_table import build_table
 from kernels.reference import inverse_cdf, processed_probs
 from pipeline.config import typed
 
@@ -26,6 +28,8 @@ VOCAB_SIZE = 160
 NUM_REAL_IDS = 150  # the last ten columns of the tiny target are padding
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>"]  # the last ids, so that low ids do not hold them
 EOS = NUM_REAL_IDS - 2
+# Of a drafter that remembers; 11 leads nowhere.
+CORPUS = [[3, 8, 1, 4, 0, 2], [6, 9, 10, 0, 8, 2, 3, 8, 1, 7], [*range(30, 110)]]
 CUT = LmConfig(source=None, layers=[0, 1, -1], num_draft_vocab=0, train_head=False, dtype="auto")
 
 
@@ -65,7 +69,9 @@ def tiny_model(vocab_size: int = VOCAB_SIZE, seed: int = 0, **settings: Any) -> 
 
 
 def make_drafter(name: str, target: TargetParts) -> Drafter:
-    """The drafter of conf/drafter/<name>.yaml, its draft vocabulary cut to fit 160 ids."""
+    """The drafter of conf/drafter/<name>.yaml, its draft vocabulary cut to fit 160 ids; one that
+    remembers has read CORPUS.
+    """
     config: DrafterConfig = typed(OmegaConf.load(YAML[name]), f"drafter.{name}")
     if isinstance(config, LmConfig) and config.num_draft_vocab > NUM_REAL_IDS:
         config = replace(config, num_draft_vocab=100)
@@ -74,6 +80,8 @@ def make_drafter(name: str, target: TargetParts) -> Drafter:
     drafter = config.build(BuildContext(target, parts=parts))
     if isinstance(drafter, LoraDrafter):
         disturb(drafter)
+    if isinstance(drafter, RetrievalDrafter):
+        drafter = RetrievalDrafter(drafter.config, build_table(CORPUS, drafter.config.longest, 10))
     return drafter
 
 
