@@ -22,7 +22,7 @@ from pipeline.tracking import publish
 log = logging.getLogger("pipeline")
 
 GROUPS = ("data", "bench", "target", "encoder", "policy", "runtime", "tracking")
-TRAINING = ("finetune", "distill", "member")  # one entry at a time
+TRAINING = ("finetune", "distill", "member", "memorise")  # one entry at a time
 
 
 class TypedStages(Mapping[str, Stage]):

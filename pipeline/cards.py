@@ -43,11 +43,11 @@ def drafter_card(
     acceptance: str,  # a table
 ) -> str:
     """README.md of one trained drafter."""
-    base = hub_name(target["name_or_path"])
+    base, memory = hub_name(target["name_or_path"]), _memory(training)
     fields = {
         "license": license_name,
         "base_model": base,
-        "base_model_relation": "finetune" if base else None,
+        "base_model_relation": "finetune" if base and not memory else None,
         "pipeline_tag": "text-generation",
         "library_name": "transformers",
         "tags": ["speculative-decoding", "draft-model", "outrider"],
@@ -66,7 +66,7 @@ from pipeline import load_decoder
 
 decoder = load_decoder("the folder that holds {DECODER}")
 ```
-{_TRANSFORMERS if whole else ""}{_adapter(described)}
+{_TRANSFORMERS if whole else ""}{_adapter(described)}{memory}
 Its own tensors, without those it shares with the target, are in `own/`.
 
 ## Training
@@ -98,6 +98,17 @@ def _adapter(described: Mapping[str, Any]) -> str:
     return f"""
 `adapter/` holds the same as a PEFT adapter of rank {described["config"]["rank"]}, to be put on the
 whole model of `{base}` in the same export: `PeftModel.from_pretrained(model_of_{base}, "adapter")`.
+"""
+
+
+def _memory(training: Mapping[str, Any]) -> str:
+    """What a table gives away; empty for a drafter that has none."""
+    if training["identity"]["stage"] != "memorise":
+        return ""
+    facts = training["metrics"]
+    return f"""
+The table holds the target's answers word for word ({facts["num_texts"]:,} of them,
+{facts["num_tokens"]:,} tokens): whoever has this folder can read them.
 """
 
 

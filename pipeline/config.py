@@ -19,7 +19,7 @@ EXAMPLES = {  # a word of OmegaConf's message -> what is wanted, and one
     "list": ("a list", "[a,b]"),
     "List": ("a list", "[a,b]"),
 }
-TRAINERS = ("finetune", "distill", "portfolio")  # what makes drafters
+TRAINERS = ("finetune", "distill", "portfolio", "memorise")  # what makes drafters
 SCALARS = (int, float, str, bool)
 
 

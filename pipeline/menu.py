@@ -18,6 +18,7 @@ ORDER = (
     "distill",
     "portfolio",
     "member",
+    "memorise",
     "collect",
     "compare",
     "profile",
@@ -60,7 +61,7 @@ def _rows(pipeline: Pipeline, name: str) -> Iterator[tuple[str, str]]:
     if name == "portfolio":
         shared = any(entry.trained_by == name for entry in entries.values())
         yield name, _state(pipeline, name, None) if shared else "nothing to train in this pool"
-    elif name not in ("finetune", "distill", "member"):
+    elif name not in ("finetune", "distill", "member", "memorise"):
         yield name, _state(pipeline, name, None)
     elif not trained:
         yield name, "nothing to train in this pool"
