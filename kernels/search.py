@@ -14,13 +14,15 @@ from kernels.weights import LOWEST, lowest_of, powers_of, weights
 
 
 @triton.jit
-def count_from(
+def reached_from(
     target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
     counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, key, V, K,
-    STRIDE: tl.constexpr,
+    peak, temperature, WEIGHED: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a row at or above a key; the least key of them, the largest key below."""
-    count = tl.zeros((STRIDE,), tl.int32)
+    """How many logits of a row (or the weight of those that) lie at or above a key; the least key
+    of them, the largest key below.
+    """
+    amount = tl.zeros((STRIDE,), tl.float64 if WEIGHED else tl.int32)
     least = tl.full((STRIDE,), 2147483647, tl.int32)
     below = tl.full((STRIDE,), -2147483647, tl.int32)
     for start in range(0, V, STRIDE):
@@ -31,36 +33,14 @@ def count_from(
         )  # fmt: skip
         keys = order_key(x)
         reached = keys >= key
-        count += reached.to(tl.int32)
+        if WEIGHED:
+            lowest = lowest_of(peak, temperature, -float("inf"))
+            amount += tl.where(reached, weights(x, peak, lowest, powers_of(temperature)), 0.0)
+        else:
+            amount += reached.to(tl.int32)
         least = tl.where(reached, tl.minimum(least, keys), least)
         below = tl.where(reached, below, tl.maximum(below, keys))
-    return tl.sum(count, axis=0), tl.min(least, axis=0), tl.max(below, axis=0)
-
-
-@triton.jit
-def mass_from(
-    target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-    counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position, key, V, K,
-    peak, temperature, STRIDE: tl.constexpr,
-):  # fmt: skip
-    """Weight of a row at or above a key; the least key of that, the largest key below."""
-    mass = tl.zeros((STRIDE,), tl.float64)
-    least = tl.full((STRIDE,), 2147483647, tl.int32)
-    below = tl.full((STRIDE,), -2147483647, tl.int32)
-    lowest = lowest_of(peak, temperature, -float("inf"))
-    for start in range(0, V, STRIDE):
-        x = row_logits(
-            target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
-            counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-            start + tl.arange(0, STRIDE), V, K, start, start + STRIDE,
-        )  # fmt: skip
-        keys = order_key(x)
-        reached = keys >= key
-        w = weights(x, peak, lowest, powers_of(temperature))
-        mass += tl.where(reached, w, 0.0)
-        least = tl.where(reached, tl.minimum(least, keys), least)
-        below = tl.where(reached, below, tl.maximum(below, keys))
-    return tl.sum(mass, axis=0), tl.min(least, axis=0), tl.max(below, axis=0)
+    return tl.sum(amount, axis=0), tl.min(least, axis=0), tl.max(below, axis=0)
 
 
 @triton.jit
@@ -82,10 +62,11 @@ def searched(
     if top_k > 0:
         while high - low > 1:
             middle = (low + high) // 2
-            count, least, below = count_from(
+            count, least, below = reached_from(
                 target_ptr, target_b, target_k, target_v,
                 draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
-                ids_ptr, penalty_ptr, b, row, position, middle.to(tl.int32), V, K, STRIDE,
+                ids_ptr, penalty_ptr, b, row, position, middle.to(tl.int32), V, K,
+                peak, temperature, False, STRIDE,
             )  # fmt: skip
             if count >= top_k:
                 low = least.to(tl.int64)
@@ -93,10 +74,10 @@ def searched(
                 high = tl.maximum(below.to(tl.int64), low) + 1
     if top_p < 1:
         bottom = low
-        total, least, below = mass_from(
+        total, least, below = reached_from(
             target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
             counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-            bottom.to(tl.int32), V, K, peak, temperature, STRIDE,
+            bottom.to(tl.int32), V, K, peak, temperature, True, STRIDE,
         )  # fmt: skip
         low = least.to(tl.int64)
         high = tl.where(top_k > 0, top, edge)
@@ -108,11 +89,11 @@ def searched(
         low = tl.maximum(low, tl.minimum(order_key(needless).to(tl.int64), high - 1))
         while high - low > 1:
             middle = (low + high) // 2
-            mass, least, below = mass_from(
+            mass, least, below = reached_from(
                 target_ptr, target_b, target_k, target_v,
                 draft_ptr, draft_b, draft_k, draft_v, counts_ptr, counts_b, counts_v,
                 ids_ptr, penalty_ptr, b, row, position, middle.to(tl.int32), V, K,
-                peak, temperature, STRIDE,
+                peak, temperature, True, STRIDE,
             )  # fmt: skip
             if mass >= top_p * total:
                 low = least.to(tl.int64)
@@ -129,9 +110,9 @@ def searched(
             else:
                 bottom = middle
         low = tl.maximum(low, high)
-    mass, least, below = mass_from(
+    mass, least, below = reached_from(
         target_ptr, target_b, target_k, target_v, draft_ptr, draft_b, draft_k, draft_v,
         counts_ptr, counts_b, counts_v, ids_ptr, penalty_ptr, b, row, position,
-        low.to(tl.int32), V, K, peak, temperature, STRIDE,
+        low.to(tl.int32), V, K, peak, temperature, True, STRIDE,
     )  # fmt: skip
     return key_value(low.to(tl.int32)), mass

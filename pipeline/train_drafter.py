@@ -268,7 +268,7 @@ def start_drafter(
     if not isinstance(drafter, NetworkDrafter):
         raise ValueError(
             f"pool entry {named.name} is a {type(drafter).__name__}, which learns nothing from "
-            "training; set its trained_by to null"
+            "training; set its trained_by to null, or to memorise where it keeps a table"
         )
     if drafter.num_draft_vocab and parent is None:
         folder = workspace.inputs["answers"]
