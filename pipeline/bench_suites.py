@@ -21,6 +21,7 @@ from decode.types import Drafter
 from drafters.composite import CompositeConfig, CompositeDrafter
 from drafters.ngram import NgramDrafter
 from drafters.ngram import from_pretrained as load_lookup
+from drafters.retrieval import RetrievalDrafter
 from pipeline.bench_arms import Arm, fixed_arm, own_arm, peer_arms
 from pipeline.bench_batch import batch_suite
 from pipeline.bench_decode import race, told
@@ -160,19 +161,20 @@ def _built(config: Any, costs: Callable[[], Costs], names: list[str]) -> Any:
 
 
 def all_drafters(parts: Parts, asked: "Benchmark") -> dict[str, Drafter]:
-    """The pool's, those that are named beside it, and each of these behind a lookup."""
+    """The pool's, those that are named beside it, and each model of these behind each lookup."""
     named = resolve_drafters(asked.drafters, parts.target)
     drafters = {**parts.drafters, **named}
     if asked.composite_min_match is None:
         return drafters
-    lookups = (d for d in drafters.values() if isinstance(d, NgramDrafter))
-    lookup = next(lookups, None) or load_lookup("ngram", parts.target)
-    for name, drafter in named.items():
-        if not isinstance(drafter, NgramDrafter):
-            config = CompositeConfig(
-                lookup="lookup", model=name, min_match=asked.composite_min_match
-            )
-            drafters[f"lookup, else {name}"] = CompositeDrafter(config, lookup, drafter)
+    plain = (d for d in drafters.values() if type(d) is NgramDrafter)
+    lookups = {"lookup": next(plain, None) or load_lookup("ngram", parts.target)}
+    lookups |= {name: d for name, d in drafters.items() if isinstance(d, RetrievalDrafter)}
+    for model, drafter in named.items():
+        if isinstance(drafter, NgramDrafter):
+            continue
+        for name, lookup in lookups.items():
+            config = CompositeConfig(lookup=name, model=model, min_match=asked.composite_min_match)
+            drafters[f"{name}, else {model}"] = CompositeDrafter(config, lookup, drafter)
     return drafters
 
 

@@ -19,6 +19,8 @@ from pipeline.stage import Need, Stage, Workspace
 from pipeline.training_data import lot
 from pipeline.validation import validation_answers, write_report
 
+MOST_BITS_UNASKED = 24  # 268 MB for four lengths
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memorise(Stage):
@@ -27,7 +29,7 @@ class Memorise(Stage):
     reads: ClassVar[tuple[str, ...]] = ("target", "entry")
     summary: ClassVar[str] = "a lookup drafter's table of the target's answers (entry=<name>)"
 
-    bits: int  # 2^bits slots for the n-grams of each length
+    bits: int | None  # 2^bits slots for the n-grams of each length; None: as the corpus is long
     max_tokens: int  # answer tokens at most, of answers drawn by a hash; 0: all
     drop_loops: bool  # answers that end in a loop are left out
     validation_prompts: int  # of each domain
@@ -35,10 +37,9 @@ class Memorise(Stage):
 
     def __post_init__(self) -> None:
         for name, most in (("bits", MOST_BITS), ("num_draft_tokens", MAX_DRAFT_TOKENS)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(
-                    f"stages.memorise.{name}={getattr(self, name)} must lie between 1 and {most}"
-                )
+            given = getattr(self, name)
+            if given is not None and not 1 <= given <= most:
+                raise ValueError(f"stages.memorise.{name}={given} must lie between 1 and {most}")
         if self.max_tokens < 0 or self.validation_prompts < 1:
             raise ValueError(
                 f"stages.memorise.max_tokens={self.max_tokens} must be 0 (all) or more, and "
@@ -66,7 +67,9 @@ class Memorise(Stage):
         texts = self.texts(linter.passing(own), named.name)
         clock = workspace.runtime.make_clock()
         started = clock.now()
-        table = build_table(texts, config.longest, self.bits)
+        num_tokens = sum(map(len, texts))
+        bits = bits_for(num_tokens) if self.bits is None else self.bits
+        table = build_table(texts, config.longest, bits)
         seconds = clock.now() - started
         before, after = (
             validation_acceptance(drafter, answers, self.num_draft_tokens).tolist()
@@ -78,7 +81,7 @@ class Memorise(Stage):
         found.save(workspace.out)
         facts = {
             "num_texts": len(texts),
-            "num_tokens": sum(map(len, texts)),
+            "num_tokens": num_tokens,
             "table_bytes": table.num_bytes,
             **{f"kept_share_{n}": share for n, share in enumerate(kept_shares(table), start=1)},
             "build_seconds": seconds,
@@ -128,6 +131,11 @@ class Memorise(Stage):
                 f"domains, or change the entry's domains{limit}"
             )
         return texts
+
+
+def bits_for(num_tokens: int) -> int:
+    """As many slots as tokens, and so as many as n-grams at most; 2^24 of them are enough."""
+    return min(max(1, (num_tokens - 1).bit_length()), MOST_BITS_UNASKED)
 
 
 def kept_shares(table: Table) -> list[float]:

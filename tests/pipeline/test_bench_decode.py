@@ -22,6 +22,8 @@ from workspace import prompt, tiny_config, workspace, write_prompts
 
 from decode.clock import VirtualClock
 from decode.targets.transformers import TransformersTarget
+from drafters.retrieval import RetrievalConfig, RetrievalDrafter
+from drafters.retrieval_table import build_table
 from pipeline import bench_arms, bench_suites, load_decoder
 from pipeline.bench_arms import ASSISTED, COMPILED, EAGER, FLASHSPEC, Arm, Written
 from pipeline.bench_arms import LOOKUP as PROMPT_LOOKUP
@@ -266,6 +268,14 @@ def test_the_table_comes_from_the_json_alone(
         rendered({"conditions": {"suite": "kernels"}})
 
 
+def remembering(folder: Path) -> Path:
+    """A retrieval drafter on disk."""
+    config = RetrievalConfig(min_ngram=1, max_ngram=3, max_offer=10, longest=2)
+    folder.mkdir()
+    RetrievalDrafter(config, build_table([[5, 6, 7, 8]], 2, 4)).save(folder)
+    return folder
+
+
 def test_every_way_runs_through_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,7 +284,7 @@ def test_every_way_runs_through_the_stage(
     groups = {"target": tiny_config(folder), "pool": POOL, "bench": bench_files(tmp_path)}
     stage = suite(
         "decode",
-        drafters={"small": str(other)},
+        drafters={"small": str(other), "memory": str(remembering(tmp_path / "memory"))},
         composite_min_match=2,
         policies=["posterior"],
         peers=["eager", "compiled", "assisted", "lookup", "flashspec"],
@@ -283,7 +293,7 @@ def test_every_way_runs_through_the_stage(
     metrics = stage.run(workspace(groups, {}, tmp_path / "out"))
     path = tmp_path / "out" / "decode.json"
     content = json.loads(path.read_text())
-    drafters = ["ngram", "cut", "small", "lookup, else small"]
+    drafters = ["ngram", "cut", "small", "memory", "lookup, else small", "memory, else small"]
     names = [PLAIN, *(f"{name}, K={k}" for name in drafters for k in (1, 3)), "policy posterior"]
     names += [EAGER, COMPILED, ASSISTED, PROMPT_LOOKUP]
     rows = {row["arm"]: row for row in content["rows"] if row["group"] == "all"}

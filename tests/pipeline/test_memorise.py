@@ -38,7 +38,7 @@ from pipeline.compose import compose_config
 from pipeline.config import ConfigError, Pool, PoolEntry, typed, typed_pool
 from pipeline.load import load_decoder
 from pipeline.manifest import MANIFEST, finish, read_manifest
-from pipeline.memorise import Memorise, kept_shares
+from pipeline.memorise import Memorise, bits_for, kept_shares
 from pipeline.scoring import passes_of, score_all
 from pipeline.stage import Pipeline, Stage
 from pipeline.validation import acceptance_length, validation_answers
@@ -196,6 +196,12 @@ def kept_by_hand(table: Table, texts: list[list[int]]) -> list[float]:
         assert kept <= grams
         shares.append(len(kept) / max(1, len(grams)))
     return shares
+
+
+def test_there_are_as_many_slots_as_tokens() -> None:
+    sizes = {1: 1, 2: 1, 3: 2, 1024: 10, 1025: 11, 5_000_000: 23, 10**9: 24}
+    assert {size: bits_for(size) for size in sizes} == sizes
+    assert compose_config(["pool=recall"]).stages.memorise.bits is None
 
 
 @pytest.mark.parametrize("bits", [1, 4, 7, 12])
