@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.launching import launch
 from kernels.matrix import narrow, rounded, total_of_parts
 from kernels.norm import norm_reference
-from kernels.overlap import follow, options
+from kernels.overlap import announce, options, wait
 
 
 @dataclass(frozen=True)
@@ -164,24 +164,29 @@ def split_heads_kernel(
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP > 0:
-        follow()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, HALF)
+    if OVERLAP > 0:
+        announce()
+    if bias_ptr is not None:  # no kernel writes it: asked for before the wait
+        column, own = head * SIZE + d, d < SIZE // 2
+        first_bias = tl.load(bias_ptr + column, mask=own, other=0.0).to(tl.float32)
+        second_bias = tl.load(bias_ptr + column + SIZE // 2, mask=own, other=0.0).to(tl.float32)
+    if OVERLAP > 0:
+        wait()
     b, w = token // width, token % width
     place = tl.load(positions_ptr + b).to(tl.int64) + w
     size = tl.where(w < tl.load(widths_ptr + b), SIZE // 2, 0)  # nothing of padding is read
     slot = tl.load(slots_ptr + b).to(tl.int64)
     heads: tl.constexpr = QUERY_HEADS + 2 * KV_HEADS
-    d = tl.arange(0, HALF)
     inside = d < size
     at = (token * heads + head) * SIZE + d
     stride = tl.num_programs(0).to(tl.int64) * (heads * SIZE)
     first = total_of_parts(parts_ptr, at, inside, stride, SPLIT)
     second = total_of_parts(parts_ptr, at + SIZE // 2, inside, stride, SPLIT)
     if bias_ptr is not None:
-        column = head * SIZE + d
-        first += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        second += tl.load(bias_ptr + column + SIZE // 2, mask=inside, other=0.0).to(tl.float32)
+        first += first_bias
+        second += second_bias
     first, second = rounded(first, out_ptr), rounded(second, out_ptr)
     is_query = head < QUERY_HEADS
     if head < QUERY_HEADS + KV_HEADS:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.launching import launch
 from kernels.matrix import narrow, rounded, total_of_parts
-from kernels.overlap import follow, options
+from kernels.overlap import announce, options, wait
 
 
 def norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -107,11 +107,17 @@ def add_norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP > 0:
-        follow()
-    row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < SIZE
+    if OVERLAP > 0:
+        announce()
+    # No kernel writes these, so that nobody needs to wait before they are asked for.
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP > 0:
+        wait()
+    row = tl.program_id(0).to(tl.int64)
     at = row * SIZE + d
     start = row
     if ids_ptr is not None:
@@ -121,10 +127,9 @@ def add_norm_kernel(
         stride = num_rows.to(tl.int64) * SIZE
         delta = total_of_parts(parts_ptr, at, inside, stride, SPLIT)
         if bias_ptr is not None:
-            delta += tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)
+            delta += bias
         x = rounded(x + rounded(delta, out_ptr), out_ptr)
     tl.store(residual_ptr + at, narrow(x, out_ptr), mask=inside)
     mean = tl.sum(x * x, axis=0) / SIZE
     scaled = rounded(x * tl.rsqrt(mean + eps), out_ptr)
-    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, narrow(weight * scaled, out_ptr), mask=inside)

@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False
 """How much of a kernel may happen before the one in front of it has ended (compute capability 9.0).
 
-"off": nothing. "launch": its programs come up and wait (programmatic dependent launch). "prefetch":
-besides, products ask for their weights, which no kernel writes. What is computed stays the same to
-the bit. A kernel waits before it reads or writes anything else, in every program, so that all that
-ran before it has ended too.
+"off": nothing. "launch": its programs come up and wait (programmatic dependent launch), and ask
+meanwhile for weights, which no kernel writes. What is computed stays the same to the bit. A kernel
+waits before it reads or writes anything else, in every program, so that all that ran before it has
+ended too. Whoever changes weights does so before a pass is queued, and by no such kernel.
 """
 
 from typing import Any
@@ -15,9 +15,7 @@ import triton.language as tl
 
 from kernels.tiles import capability
 
-MODES = ("off", "launch", "prefetch")
-LINE = tl.constexpr(128)  # bytes that are asked for at once
-PREFETCHED = tl.constexpr(65536)  # bytes of a program, at most
+MODES = ("off", "launch")
 
 
 class _Mode:
@@ -61,24 +59,3 @@ def follow():
     """What a kernel begins with that has nothing to do before the one in front has ended."""
     announce()
     wait()
-
-
-@triton.jit
-def prefetch(pointers, columns, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Ask for rows of a weight: COLUMNS numbers from each pointer [ROWS, 1] on, as far as allowed.
-
-    `columns` are left of the row, so that nothing past a weight's end is asked for.
-    """
-    size: tl.constexpr = pointers.dtype.element_ty.primitive_bitwidth // 8
-    step: tl.constexpr = LINE // size
-    most: tl.constexpr = PREFETCHED // size // ROWS
-    for start in tl.static_range(0, min(COLUMNS, most), step):
-        at = (pointers + tl.minimum(start, columns - 1)).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [at],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

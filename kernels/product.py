@@ -11,6 +11,9 @@ are zeros. With K cut into shares s = 0, 1, ... of whole blocks,
 
 and whoever reads the parts adds them in order (kernels/norm.py, kernels/heads.py). Nothing is added
 by atomics, so a row's bits depend on the row and on the weight's tile only.
+
+The first blocks of a share are asked for before the kernel in front has ended (no kernel writes a
+weight), wait in registers, and are added last. Most of a short product is waiting for memory.
 """
 
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from kernels.launching import launch
 from kernels.matrix import multiply, narrow, rounded
-from kernels.overlap import announce, options, prefetch, wait
+from kernels.overlap import announce, options, wait
 from kernels.tiles import Tile, product_tile, row_block
 
 
@@ -127,6 +130,7 @@ def _launch(
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
+        EARLY=tile.early(num_in, weight.element_size()) if out.dim() == 3 else 0,
         **options(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.stages(block_m, 1 if second is None else 2, x.element_size()),
@@ -141,6 +145,26 @@ def kernel_name(constants):
 
 def _name(specialisation):
     return kernel_name(specialisation.constants)
+
+
+@triton.jit
+def weight_block(pointer, at, inside, EVEN: tl.constexpr):
+    """[BLOCK_N, BLOCK_K] of a weight."""
+    if EVEN:
+        found = tl.load(pointer + at)
+    else:
+        found = tl.load(pointer + at, mask=inside[None, :], other=0.0)
+    return found
+
+
+@triton.jit
+def input_block(pointer, at, there, inside, EVEN: tl.constexpr):
+    """[BLOCK_K, BLOCK_M] of the rows."""
+    if EVEN:
+        found = tl.load(pointer + at, mask=there[None, :], other=0.0)
+    else:
+        found = tl.load(pointer + at, mask=there[None, :] & inside[:, None], other=0.0)
+    return found
 
 
 @triton.jit(do_not_specialize=["num_rows"], repr=_name)
@@ -160,15 +184,22 @@ def product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP > 0:
-        announce()
+        if wanted_ptr is not None:
+            wait()
+            announce()
+    if wanted_ptr is not None:
+        if tl.load(wanted_ptr) == 0:
+            return
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     share: tl.constexpr = (blocks + SPLIT - 1) // SPLIT
+    even: tl.constexpr = K % (BLOCK_K * SPLIT) == 0
     k = split * (share * BLOCK_K) + tl.arange(0, BLOCK_K)
     there = m < num_rows
     row = n
@@ -176,36 +207,36 @@ def product_kernel(
         row = tl.minimum(n, N - 1)
     weights = row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_N, BLOCK_K]
     inputs = m.to(tl.int64)[None, :] * K + k[:, None]  # [BLOCK_K, BLOCK_M]
-    if OVERLAP > 1:
-        first = tl.minimum(split * (share * BLOCK_K), K - 1)
-        starts = row.to(tl.int64)[:, None] * K + first
-        prefetch(weight_ptr + starts, K - first, share * BLOCK_K, BLOCK_N)
-        if second_ptr is not None:
-            prefetch(second_ptr + starts, K - first, share * BLOCK_K, BLOCK_N)
+    early = ()
+    for block in tl.static_range(EARLY):
+        inside = k + block * BLOCK_K < K
+        early += (weight_block(weight_ptr, weights + block * BLOCK_K, inside, even),)  # type: ignore[assignment]
     if OVERLAP > 0:
-        wait()
-    if wanted_ptr is not None:
-        if tl.load(wanted_ptr) == 0:
-            return
+        if wanted_ptr is None:
+            # Only now: who comes up sooner takes room from programs that have not begun.
+            wait()
+            announce()
+    early_x = ()
+    for block in tl.static_range(EARLY):
+        inside = k + block * BLOCK_K < K
+        early_x += (input_block(x_ptr, inputs + block * BLOCK_K, there, inside, even),)  # type: ignore[assignment]
+    weights += EARLY * BLOCK_K
+    inputs += EARLY * BLOCK_K
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in range(0, share):
-        if K % (BLOCK_K * SPLIT) == 0:
-            w = tl.load(weight_ptr + weights)
-            x = tl.load(x_ptr + inputs, mask=there[None, :], other=0.0)
-            if second_ptr is not None:
-                w2 = tl.load(second_ptr + weights)
-        else:
-            inside = k + block * BLOCK_K < K
-            w = tl.load(weight_ptr + weights, mask=inside[None, :], other=0.0)
-            x = tl.load(x_ptr + inputs, mask=there[None, :] & inside[:, None], other=0.0)
-            if second_ptr is not None:
-                w2 = tl.load(second_ptr + weights, mask=inside[None, :], other=0.0)
+    for block in range(EARLY, share):
+        inside = k + block * BLOCK_K < K
+        w = weight_block(weight_ptr, weights, inside, even)
+        x = input_block(x_ptr, inputs, there, inside, even)
+        if second_ptr is not None:
+            w2 = weight_block(second_ptr, weights, inside, even)
         total = multiply(w, x, total)
         if second_ptr is not None:
             second = multiply(w2, x, second)
         weights += BLOCK_K
         inputs += BLOCK_K
+    for block in tl.static_range(EARLY):
+        total = multiply(early[block], early_x[block], total)
     at = m.to(tl.int64)[None, :] * N + n[:, None]
     mask = there[None, :] & (n < N)[:, None]
     if PARTS:

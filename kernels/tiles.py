@@ -15,6 +15,8 @@ import triton
 ROW_BLOCKS = (16, 32, 64, 128)  # rows a program takes, the smallest that holds them all
 SHARED_BYTES = 200_000  # of a program's pipeline, of the 227 KB that a multiprocessor has
 PROGRAMS = 264  # two a multiprocessor, which hide each other's starts and ends
+SHORT = 3  # blocks of a share that all fit there
+EARLY_BYTES = 49_152  # of a program's registers, of the 256 KB that a multiprocessor has
 UNEVEN = 1.1  # blocks that shares of one size may have, over those that there are
 
 
@@ -33,6 +35,12 @@ class Tile:
         block_bytes = (num_weights * self.block_n + block_m) * self.block_k * itemsize
         return max(1, min(self.num_stages, SHARED_BYTES // block_bytes))
 
+    def early(self, num_in: int, itemsize: int) -> int:
+        """Blocks of a share that are asked for before its turn: all of a short one, else two."""
+        share = triton.cdiv(triton.cdiv(num_in, self.block_k), self.split)
+        wanted = share if share <= SHORT else 2
+        return min(wanted, EARLY_BYTES // (self.block_n * self.block_k * itemsize))
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -49,7 +57,7 @@ Key = tuple[str, int, int]  # kind of product, rows and columns of the weight
 TILES: dict[tuple[int, int], dict[Key, Tile]] = {
     (9, 0): {  # H200; Qwen2.5-1.5B's shapes
         ("parts", 2048, 1536): Tile(64, 128, 4, 4, 5),
-        ("parts", 1536, 1536): Tile(64, 64, 12, 4, 3),
+        ("parts", 1536, 1536): Tile(64, 128, 6, 4, 3),
         ("gated", 8960, 1536): Tile(64, 64, 1, 4, 5),
         ("parts", 1536, 8960): Tile(64, 128, 5, 4, 5),
         ("whole", 151936, 1536): Tile(64, 128, 1, 4, 4),

@@ -4,7 +4,7 @@ On the GPU, first the choice of tiles, then everything else, in bfloat16 unless 
 
     python -m pipeline.bench_engine TARGET --sweep --out sweep.json
     python -m pipeline.bench_engine TARGET --out engine.json
-    python -m pipeline.bench_engine TARGET --overlap prefetch --skip texts --out prefetch.json
+    python -m pipeline.bench_engine TARGET --overlap off --skip texts --out off.json
     python -m pipeline.bench_engine TARGET --exactness law --skip texts bits --out law.json
     python -m pipeline.bench_engine TARGET --profile --drafter FOLDER --out step.json
 
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--overlap",
         default=None,
         choices=MODES,
-        help="how kernels follow one another; off unless given",
+        help="how kernels follow one another; launch unless given",
     )
     parser.add_argument("--profile", action="store_true", help="whole steps, kernel by kernel")
     parser.add_argument(

@@ -30,6 +30,8 @@ DTYPES = tuple(ROUNDING)
 # Whole blocks and shares; ragged columns; ragged rows of W and a last share with nothing in it.
 SHAPES = [(48, 64, Tile(16, 32, 2, 4, 2)), (64, 100, Tile(32, 32, 2, 4, 2))]
 SHAPES += [(53, 36, Tile(16, 16, 4, 4, 2)), (16, 320, Tile(16, 64, 5, 4, 3))]
+# Shares that are read early in part, whole and ragged ones.
+SHAPES += [(16, 320, Tile(16, 16, 2, 4, 2)), (16, 90, Tile(16, 16, 1, 4, 2))]
 WIDTHS = (2, 15, 17, 64, 129)
 
 
