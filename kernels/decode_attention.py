@@ -180,7 +180,7 @@ def attend_chunk_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     chunk, h, turn_row = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
     tile, b = tl.program_id(1) // KV_HEADS, first_row + turn_row
     group: tl.constexpr = QUERY_HEADS // KV_HEADS
@@ -253,7 +253,7 @@ def merge_chunks_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     cell, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b = first_row + cell // tokens
     w = first_token + cell % tokens

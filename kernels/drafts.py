@@ -132,7 +132,7 @@ def found_kernel(
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     b, batch = tl.program_id(0), tl.num_programs(0)
     lookup = tl.load(lookups_ptr + b)
     if lookup >= 0:
@@ -153,7 +153,7 @@ def catch_up_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     length = tl.load(lengths_ptr + slot)
@@ -187,7 +187,7 @@ def take_kernel(
     widths_ptr, seen_ptr, vocab, width, depth, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     b = tl.program_id(0)
     wanted = tl.load(wanted_ptr + b)
     asked = (depth < wanted) & (tl.load(failed_ptr + b) == 0)

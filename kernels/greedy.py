@@ -69,7 +69,7 @@ def greedy_split_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     v = split * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * VOCAB + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32)
@@ -93,7 +93,7 @@ def greedy_take_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     row = tl.program_id(0)
     s = tl.arange(0, BLOCK)
     peaks = tl.load(peaks_ptr + row * SPLITS + s, mask=s < SPLITS, other=-float("inf"))

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.launching import launch
 from kernels.matrix import narrow, rounded, total_of_parts
 from kernels.norm import norm_reference
-from kernels.overlap import announce, options, wait
+from kernels.overlap import announce_early, options, wait_for_turn
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ def split_heads_kernel(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, HALF)
     if OVERLAP > 0:
-        announce()
+        announce_early(OVERLAP)
     if bias_ptr is not None:  # no kernel writes it: asked for before the wait
         column, own = head * SIZE + d, d < SIZE // 2
         first_bias = tl.load(bias_ptr + column, mask=own, other=0.0).to(tl.float32)
         second_bias = tl.load(bias_ptr + column + SIZE // 2, mask=own, other=0.0).to(tl.float32)
     if OVERLAP > 0:
-        wait()
+        wait_for_turn(OVERLAP)
     b, w = token // width, token % width
     place = tl.load(positions_ptr + b).to(tl.int64) + w
     size = tl.where(w < tl.load(widths_ptr + b), SIZE // 2, 0)  # nothing of padding is read

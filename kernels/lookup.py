@@ -144,7 +144,7 @@ def lookup_scan_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     length = tl.load(lengths_ptr + slot)
@@ -194,7 +194,7 @@ def lookup_take_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     length = tl.load(lengths_ptr + slot)

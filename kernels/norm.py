@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.launching import launch
 from kernels.matrix import narrow, rounded, total_of_parts
-from kernels.overlap import announce, options, wait
+from kernels.overlap import announce_early, options, wait_for_turn
 
 
 def norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -110,13 +110,13 @@ def add_norm_kernel(
     d = tl.arange(0, BLOCK)
     inside = d < SIZE
     if OVERLAP > 0:
-        announce()
+        announce_early(OVERLAP)
     # No kernel writes these, so that nobody needs to wait before they are asked for.
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP > 0:
-        wait()
+        wait_for_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     at = row * SIZE + d
     start = row

@@ -2,9 +2,11 @@
 """How much of a kernel may happen before the one in front of it has ended (compute capability 9.0).
 
 "off": nothing. "launch": its programs come up and wait (programmatic dependent launch), and ask
-meanwhile for weights, which no kernel writes. What is computed stays the same to the bit. A kernel
-waits before it reads or writes anything else, in every program, so that all that ran before it has
-ended too. Whoever changes weights does so before a pass is queued, and by no such kernel.
+meanwhile for weights, which no kernel writes. "late": they come up only when those of the kernel in
+front have waited, so that fewer are up at a time and none takes room from one that has not begun;
+behind products it is always so. What is computed stays the same to the bit. A kernel waits before
+it reads or writes anything else, in every program, so that all that ran before it has ended too.
+Who changes weights does so before a pass is queued, and not by such a kernel.
 """
 
 from typing import Any
@@ -15,7 +17,7 @@ import triton.language as tl
 
 from kernels.tiles import capability
 
-MODES = ("off", "launch")
+MODES = ("off", "launch", "late")
 
 
 class _Mode:
@@ -55,7 +57,22 @@ def wait():
 
 
 @triton.jit
-def follow():
-    """What a kernel begins with that has nothing to do before the one in front has ended."""
-    announce()
+def announce_early(OVERLAP: tl.constexpr):
+    """What a kernel begins with that asks for weights before it waits."""
+    if OVERLAP == 1:
+        announce()
+
+
+@triton.jit
+def wait_for_turn(OVERLAP: tl.constexpr):
+    """And how it goes on."""
     wait()
+    if OVERLAP == 2:
+        announce()
+
+
+@triton.jit
+def follow(OVERLAP: tl.constexpr):
+    """What a kernel begins with that has nothing to do before the one in front has ended."""
+    announce_early(OVERLAP)
+    wait_for_turn(OVERLAP)

@@ -182,7 +182,7 @@ def resolve_kernel(
 ):  # fmt: skip
     """All of one sequence's outputs."""
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     part, parts, batch = tl.program_id(0), tl.num_programs(0), tl.num_programs(1)
     b = batch - 1 - tl.program_id(1)  # what launch 1 read last is in the cache
     rows = K + 1

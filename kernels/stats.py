@@ -121,7 +121,7 @@ def stats_kernel(
     are exact where top-p needs them.
     """
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     split, row, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if (split == 0) & (row == 0):
         tl.store(arrived_ptr + b, 0)

@@ -155,7 +155,7 @@ def begin_kernel(
     moments_ptr, num_lookups, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     b, batch = tl.program_id(0), tl.num_programs(0)
     slot = tl.load(slots_ptr + b)
     active = (tl.load(there_ptr + b) != 0) & (tl.load(done_ptr + slot) == 0)
@@ -184,7 +184,7 @@ def present_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     active = (tl.load(there_ptr + b) != 0) & (tl.load(done_ptr + slot) == 0)
@@ -211,7 +211,7 @@ def advance_kernel(
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     active = (tl.load(there_ptr + b) != 0) & (tl.load(done_ptr + slot) == 0)

@@ -150,7 +150,7 @@ def cut_kernel(
 ):  # fmt: skip
     """Threshold and kept mass of one row, from the groups of tokens that hold its largest."""
     if OVERLAP > 0:
-        follow()
+        follow(OVERLAP)
     row, b = tl.program_id(0), tl.program_id(1)
     cell = (b * tl.num_programs(0) + row).to(tl.int64)
     # Asked for before it is known whether the row is in use.

@@ -65,18 +65,23 @@ print(json.dumps({
         one.kernel.__name__ for one, text in zip(few, assembly)
         if "ld.global" in text.partition("griddepcontrol.wait")[0] and "griddepcontrol" in text
     ],
+    "late": sum(
+        "griddepcontrol.launch" not in text.partition("griddepcontrol.wait")[0] for text in assembly
+    ),
     "wide": sum("cp.async.cg.shared.global" in text for text in assembly),
 }))
 """
 
 
-@pytest.mark.parametrize("overlap", ["off", "launch"])
+@pytest.mark.parametrize("overlap", ["off", "launch", "late"])
 def test_everything_compiles_for_a_gpu_once_for_all_widths(overlap: str, tmp_path: Path) -> None:
     told = json.loads(told_by(PROGRAM, tmp_path, overlap))
     assert told["launches"] == 10
     assert told["numbers"] == [10, 10, 10]  # fifteen tokens take what one takes
     assert told["wide"] == 4  # three products and attention: 16 bytes a copy
     assert told["waits"] == (0 if overlap == "off" else 10)
+    # Products never let others come up before they have waited themselves.
+    assert told["late"] == {"off": 10, "launch": 3, "late": 10}[overlap]
     early = ["product_kernel", "split_heads_kernel", "add_norm_kernel"]
     assert set(told["early"]) == (set() if overlap == "off" else set(early))
 
