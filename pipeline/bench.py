@@ -68,7 +68,9 @@ class Bench:
         ]
 
     def players(self, rivals: Mapping[str, PolicyConfig]) -> list[Player]:
-        """The policy and its rivals, each with every prior that changes what it chooses."""
+        """The policy and its rivals, each with every prior that changes what it chooses, and the
+        policy that has no prior but what it has seen of earlier answers.
+        """
         priors = {
             " cold": lambda case: None,
             " + population": self._prior(self.population),
@@ -81,6 +83,9 @@ class Bench:
                 if isinstance(config, RouterOnlyConfig) and suffix == " cold":
                     continue  # without a prior there is nothing to choose by
                 players.append(Player(name + suffix, self.built(config), prior))
+        if getattr(self.policy, "experience", 0):
+            learning = self.built(self.policy)()  # one for all answers
+            players.append(Player("policy + experience", lambda: learning, priors[" cold"]))
         return players
 
     def _prior(self, router: Router) -> Callable[[Case], Prior | None]:

@@ -23,6 +23,7 @@ from pipeline.replay import (
     replay,
 )
 from pipeline.scores import ALL, HEADLINE_SPLIT, Resampling
+from pipeline.training_data import lot
 
 BEST_FIXED = "best fixed"
 ORACLE_ARM = "oracle: best arm of each prompt"
@@ -112,12 +113,13 @@ def play(
     """Every policy and oracle by law and domain, each against plain decoding and the best fixed
     arm.
 
-    An oracle's arm is chosen on one realisation of the acceptances and scored on another, on which
+    Answers come in an order that mixes domains, for players that learn from one to the next. An
+    oracle's arm is chosen on one realisation of the acceptances and scored on another, on which
     the policies play too. At temperature 0 the two are equal: there the oracle is exact hindsight.
     """
     tables = _tables(cases, costs, lengths, resampling.seed)
     totals: dict[str, dict[int, Totals]] = {}
-    for case in cases:
+    for case in sorted(cases, key=lambda case: lot(f"replay:{case.prompt_id}:{case.law}")):
         known, unseen = tables[id(case)]
         held = {
             "plain": unseen[PLAIN],

@@ -9,6 +9,11 @@ past n nothing was seen.
 Whether a drafter proposes at all is known beforehand, but for those of Request.unsure: lookups
 on the device match or do not. Their arms emit 1 + m (E - 1) tokens, where E are those of a draft
 and m is the chance of one: the mean of a Beta law over asked and answered.
+
+Where no prior speaks for a drafter, earlier texts do: the law of the logit over texts that made
+what they have shown most likely, held to a wide law as strongly as by one text (empirical Bayes;
+the maximum is taken by EM). Texts that have shown little add up; many that disagree stay a broad
+law.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,6 +30,7 @@ GRID: Floats = np.linspace(-6.0, 6.0, 49)  # logits of acceptance at depth 1, a 
 WIDE_MEAN, WIDE_SD = 0.0, 1.7  # nearly uniform in the chance itself: where nothing is known
 NARROWEST_SD = 0.2  # below the grid's step a normal would fall between its points
 MATCH_CHANCE = 0.5  # of a lookup of which nothing is known
+EM_ROUNDS = 12  # nothing is gained by more
 MATCH_WEIGHT = 2.0  # times it was asked that this, or what a prior says, is worth
 
 
@@ -70,13 +76,21 @@ class Matches:
     """How often each drafter proposes something when it is asked, by index into `drafters`."""
 
     def __init__(
-        self, drafters: Sequence[str], prior: Prior | None, unsure: Collection[str]
+        self,
+        drafters: Sequence[str],
+        prior: Prior | None,
+        unsure: Collection[str],
+        experience: "Experience | None",
     ) -> None:
-        known = {} if prior is None else prior.match_chance
+        known: dict[str, float] = {}
+        if experience is not None:
+            known |= dict(zip(drafters, experience.match_chance.tolist(), strict=True))
+        known |= {} if prior is None else prior.match_chance
         chances = [_chance(known.get(name, MATCH_CHANCE)) for name in drafters]
         self._unsure = np.array([name in unsure for name in drafters], dtype=bool)
         self._prior: Floats = MATCH_WEIGHT * np.array([chances, [1 - c for c in chances]])
         self._counts = self._prior.copy()  # [2, N]: answered, not answered
+        self.answers: Floats = np.zeros_like(self._prior)  # the same of this text alone
 
     @property
     def chance(self) -> Floats:  # [N]
@@ -85,7 +99,9 @@ class Matches:
 
     def observe(self, index: int, matched: bool) -> None:
         """Take in whether a drafter that was asked has proposed anything."""
-        self._counts[0 if matched else 1, index] += 1
+        row = 0 if matched else 1
+        self._counts[row, index] += 1
+        self.answers[row, index] += 1
 
     def drift(self, hazard: float) -> None:
         """One step passes."""
@@ -97,6 +113,29 @@ def _chance(value: float) -> float:
     return min(max(float(value), 0.02), 0.98) if np.isfinite(value) else MATCH_CHANCE
 
 
+@dataclass(frozen=True)
+class Experience:
+    """What earlier texts say of drafters, by index into them; laws where nothing is known too."""
+
+    laws: Floats  # [N, G]
+    match_chance: Floats  # [N]
+
+    @classmethod
+    def of(cls, beliefs: Sequence["Belief"], num_drafters: int) -> "Experience":
+        """Of texts, whose rows may still go on."""
+        wide = np.tile(normal_on_grid(WIDE_MEAN, WIDE_SD), (num_drafters, 1))
+        laws, shares = wide, np.full((2, num_drafters), MATCH_CHANCE)
+        if beliefs:
+            shown = np.exp([belief.log_likelihood for belief in beliefs])  # [R, N, G]
+            for _ in range(EM_ROUNDS):
+                given = laws * shown
+                given /= given.sum(axis=2, keepdims=True)
+                laws = (wide + given.sum(axis=0)) / (1 + len(beliefs))
+        for matches in (belief.matches for belief in beliefs if belief.matches is not None):
+            shares = shares + matches.answers / (1 + matches.answers.sum(axis=0))
+        return cls(laws, shares[0] / shares.sum(axis=0))
+
+
 class Belief:
     """The posterior of every drafter in one row, by index into `drafters`."""
 
@@ -105,6 +144,7 @@ class Belief:
         drafters: Sequence[str],
         prior: Prior | None,
         unsure: Collection[str] = (),
+        experience: Experience | None = None,
         *,
         population_share: float,
         population_spread: float,
@@ -115,16 +155,18 @@ class Belief:
         self.power = likelihood_power
         self.num_observed = np.zeros(len(drafters))  # tokens that were accepted or rejected
         rows, population, tables = [], [], []
-        for name in drafters:
-            broad, own, offsets = _prior_of(name, prior, population_spread)
+        for index, name in enumerate(drafters):
+            known = None if experience is None else experience.laws[index]
+            broad, own, offsets = _prior_of(name, prior, population_spread, known)
             population.append(broad)
             rows.append((1 - population_share) * own + population_share * broad)
             tables.append(depth_tables(offsets))
         self.posterior: Floats = np.array(rows)  # [N, G]
         self.population: Floats = np.array(population)  # [N, G]
+        self.log_likelihood: Floats = np.zeros_like(self.population)  # of all that was seen
         self.tables = tables
         self.token_tables: Floats = np.array([table.tokens for table in tables])  # [N, G, D + 1]
-        self.matches = Matches(drafters, prior, unsure) if unsure else None
+        self.matches = Matches(drafters, prior, unsure, experience) if unsure else None
 
     def expected_tokens(self) -> Floats:  # [N, D + 1]
         """Tokens that a step of each drafter emits on average, by number of tokens asked for."""
@@ -167,9 +209,10 @@ class Belief:
             log_likelihood = log_likelihood + table.log_reject[:, accepted]
         if seen == 0:
             return
-        weights = self.posterior[index] * np.exp(
-            self.power * (log_likelihood - log_likelihood.max())
-        )
+        log_likelihood = self.power * (log_likelihood - log_likelihood.max())
+        weights = self.posterior[index] * np.exp(log_likelihood)
+        total = self.log_likelihood[index] + log_likelihood
+        self.log_likelihood[index] = total - total.max()
         self.posterior[index] = weights / weights.sum()
         self.num_observed[index] += accepted + (accepted < seen)
 
@@ -183,12 +226,12 @@ class Belief:
 
 
 def _prior_of(
-    name: str, prior: Prior | None, population_spread: float
+    name: str, prior: Prior | None, population_spread: float, known: Floats | None
 ) -> tuple[Floats, Floats, tuple[float, ...]]:
-    """Population law, own law and depth offsets of one drafter; wide where the prior does not know
-    it.
+    """Population law, own law and depth offsets of one drafter; where the prior does not know it,
+    what is `known` of it otherwise [G], or a wide law.
     """
-    wide = normal_on_grid(WIDE_MEAN, WIDE_SD)
+    wide = normal_on_grid(WIDE_MEAN, WIDE_SD) if known is None else known
     if prior is None or name not in prior.mean:
         return wide, wide, ()
     mean, sd = float(prior.mean[name]), float(prior.sd[name])

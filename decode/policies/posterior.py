@@ -3,9 +3,11 @@ seconds.
 
 Choosing by the posterior mean, with a chance in every step that the text has changed, does better
 over the 30 to 150 steps of a prompt than sampling or upper bounds do: too few steps pay for
-exploration.
+exploration. For the same reason a text that no router speaks for begins with what the last texts
+under its law have shown.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from decode.costs import Costs
 from decode.policies.base import PolicyConfig, check_draft_lengths, off, require_costs
-from decode.policies.belief import Belief, Floats
+from decode.policies.belief import Belief, Experience, Floats
 from decode.policies.pricing import Prices, Pricing, arms_on_offer, best_arm
 from decode.types import OFF, Choice, PolicySession, Request, StepRecord
 
@@ -44,6 +46,7 @@ class PosteriorConfig(PolicyConfig):
         float  # steps over which a better drafter, once found, pays for the trial; 0: no trials
     )
     probe_every: int  # steps without drafting after which one draft is tried again; 0: never
+    experience: int  # last texts that are the prior of one that no router speaks for; 0: none
 
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "PosteriorPolicy":
         self.check()
@@ -65,23 +68,39 @@ class PosteriorConfig(PolicyConfig):
         if (
             self.population_spread <= 0
             or self.switch_horizon <= 0
-            or min(self.probe_every, self.explore_horizon) < 0
+            or min(self.probe_every, self.explore_horizon, self.experience) < 0
         ):
             raise ValueError(
                 f"policy.population_spread={self.population_spread} and "
                 f"switch_horizon={self.switch_horizon} must be "
-                f"positive and probe_every={self.probe_every} not negative"
+                f"positive, and probe_every={self.probe_every}, explore_horizon="
+                f"{self.explore_horizon} and experience={self.experience} not negative"
             )
 
 
 class PosteriorPolicy:
-    """Greedy on the posterior mean; nothing is kept from one row to the next."""
+    """Greedy on the posterior mean; rows share their beliefs with those that follow."""
 
     def __init__(self, config: PosteriorConfig, lengths: Sequence[int], prices: Prices) -> None:
         self.config, self.lengths, self.prices = config, lengths, prices
+        # By whether tokens are sampled, which decides how much is accepted.
+        self._last: dict[bool, deque[Belief]] = {
+            greedy: deque(maxlen=config.experience) for greedy in (True, False)
+        }
 
     def open(self, request: Request) -> PolicySession:
         return PosteriorSession(self, request)
+
+    def experience(self, request: Request) -> Experience | None:
+        """What the last texts under the request's law say; None where nothing is asked of them."""
+        if not self.config.experience:
+            return None
+        last = self._last[request.sampling.greedy]
+        return Experience.of(list(last), len(self.prices.drafters))
+
+    def remember(self, request: Request, belief: Belief) -> None:
+        """Its row goes on learning; whoever asks gets what it has learned by then."""
+        self._last[request.sampling.greedy].append(belief)
 
 
 class PosteriorSession:
@@ -97,11 +116,13 @@ class PosteriorSession:
             self.prices.drafters,
             request.prior,
             request.unsure,
+            policy.experience(request),
             population_share=config.population_share,
             population_spread=config.population_spread,
             hazard=config.hazard,
             likelihood_power=config.likelihood_power,
         )
+        policy.remember(request, self.belief)
         self.pricing = Pricing(
             self.prices,
             rate_memory=config.rate_memory,

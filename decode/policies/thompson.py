@@ -44,7 +44,7 @@ class ThompsonConfig(PosteriorConfig):
 
 
 class ThompsonPolicy(PosteriorPolicy):
-    """Nothing is kept from one row to the next."""
+    """Rows share their beliefs with those that follow, but for flat arms."""
 
     def __init__(
         self, config: ThompsonConfig, lengths: Sequence[int], prices: Prices, seed: int

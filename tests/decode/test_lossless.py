@@ -151,6 +151,7 @@ BELIEF = {
     "cost_memory": 0.0,
     "switch_horizon": 12.0,
     "explore_horizon": 1.5,
+    "experience": 4,
     "probe_every": 1,
 }
 POLICIES = {

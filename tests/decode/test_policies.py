@@ -4,8 +4,8 @@ time that poisons every score; a belief that never follows a change of text; a r
 is ignored, or one that cannot be unlearnt; a lookup that is asked in vain, priced as if it always
 matched, or one whose offers are exact and which is doubted all the same; OFF that never comes or
 never ends; K that ignores costs; what a composite's part did held against the composite alone; a
-trial that takes its reading of the text for free; choices that depend on a clock or on another
-row; slow choices.
+trial that takes its reading of the text for free; experience of other texts that outweighs a router
+or this text, or that outlives its truth; choices that depend on a clock; slow choices.
 
 The simulated worlds are seeded, so the figures below are fixed; margins say what would still be
 acceptable.
@@ -16,13 +16,20 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from decode.costs import Costs
 from decode.policies.base import PolicyConfig
-from decode.policies.belief import GRID, Belief, depth_tables
+from decode.policies.belief import (
+    GRID,
+    MATCH_CHANCE,
+    Belief,
+    Experience,
+    depth_tables,
+)
 from decode.policies.fixed import FixedConfig
 from decode.policies.posterior import PosteriorConfig, PosteriorSession
 from decode.policies.pricing import _say_unpriced
@@ -44,6 +51,7 @@ POSTERIOR = PosteriorConfig(
     switch_horizon=12.0,
     explore_horizon=1.5,
     probe_every=32,
+    experience=0,
 )
 THOMPSON = ThompsonConfig(
     **asdict(POSTERIOR),
@@ -403,6 +411,85 @@ def test_a_good_prior_beats_none_and_a_wrong_one_is_unlearnt() -> None:
     assert with_router > 0.95 * best
     assert with_router > 1.05 * speed(POSTERIOR, None)
     assert speed(POSTERIOR, wrong) > 1.2 * speed(EVERY_POLICY["router_only"], wrong)
+
+
+def texts(config: PolicyConfig, rates: dict[str, float], count: int, seed: int = 7) -> World:
+    """So many texts of 25 steps each, one after the other, under one policy."""
+    table = costs(small=0.1, large=0.1)
+    world, policy = World(rates, table, seed=seed), config.build(table, DRAFTERS, 0)
+    for number in range(count):
+        world.run(policy.open(request(str(number))), 25)
+    return world
+
+
+def test_texts_begin_with_what_earlier_ones_have_shown() -> None:
+    rates = {"ngram": 0.1, "small": 0.4, "large": 0.85}
+    alone, remembered = (
+        texts(replace(POSTERIOR, experience=number), rates, 60) for number in (0, 32)
+    )
+    first = [choice.drafter for choice in remembered.choices[25::25]]
+    assert first.count("large") > 40
+    speeds = [world.tokens / world.seconds for world in (alone, remembered)]
+    assert speeds[1] > 1.04 * speeds[0], speeds
+
+
+def test_experience_gives_way_to_what_texts_have_become() -> None:
+    before, after = ({"ngram": 0.1, "small": a, "large": b} for a, b in ((0.85, 0.1), (0.1, 0.85)))
+    table = costs(small=0.1, large=0.1)
+    policy = replace(POSTERIOR, experience=4).build(table, DRAFTERS, 0)
+    for rates, wanted in ((before, "small"), (after, "large")):
+        world = World(rates, table, seed=3)
+        for number in range(12):
+            world.run(policy.open(request(str(number))), 25)
+        late = [choice.drafter for choice in world.choices[150:]]
+        assert late.count(wanted) > 0.85 * len(late)
+
+
+def test_experience_is_of_one_law_and_silent_beside_a_router() -> None:
+    table = costs(small=0.1, large=0.1)
+    policy = replace(POSTERIOR, experience=32).build(table, DRAFTERS, 0)
+    world = World({"ngram": 0.1, "small": 0.1, "large": 0.85}, table, seed=3)
+    for number in range(8):
+        world.run(policy.open(request(str(number))), 25)
+    sampled = replace(request("s"), sampling=Sampling(temperature=1.0))
+    routed = replace(request("r"), prior=prior(ngram=-3.0, small=2.0, large=-3.0))
+    for asked in (sampled, routed):
+        fresh = POSTERIOR.build(table, DRAFTERS, 0).open(asked)
+        offers = dict.fromkeys(DRAFTERS, 16)
+        assert policy.open(asked).choose(offers) == fresh.choose(offers)
+    assert policy.open(request("g")).choose(dict.fromkeys(DRAFTERS, 16)).drafter == "large"
+
+
+def test_experience_is_the_law_that_made_earlier_texts_most_likely() -> None:
+    settings = {"population_share": 0.2, "population_spread": 1.4, "hazard": 0.0}
+
+    def text(accepted: int, drafted: int, times: int, experience: Any = None) -> Belief:
+        made = Belief(DRAFTERS, None, ["ngram"], experience, likelihood_power=1.0, **settings)
+        for _ in range(times):
+            made.observe(2, accepted, drafted)
+            assert made.matches is not None
+            made.matches.observe(0, True)
+        return made
+
+    chances = 1 / (1 + np.exp(-GRID))
+    nothing = Experience.of([], 3)
+    unseen = Experience.of([text(0, 0, 0)] * 9, 3)
+    assert np.allclose(unseen.laws, nothing.laws)
+    assert np.allclose(unseen.match_chance, MATCH_CHANCE)
+    for count in (1, 3, 20):  # each has shown next to nothing, together they show much
+        few = Experience.of([text(0, 4, 1)] * count, 3)
+        mean = few.laws[2] @ chances
+        assert np.allclose(few.laws[:2], nothing.laws[:2])
+        assert np.allclose(few.laws.sum(axis=1), 1)
+        assert mean < {1: 0.42, 3: 0.3, 20: 0.13}[count]
+    both = Experience.of([text(8, 8, 9)] * 5 + [text(0, 8, 9)] * 5, 3)
+    assert 0.4 < both.laws[2] @ chances < 0.6
+    assert both.laws[2][(chances > 0.2) & (chances < 0.8)].sum() < 0.15  # either, not between
+    assert both.match_chance[0] > 0.8
+    later = text(0, 0, 0, both)
+    assert np.allclose(later.posterior, both.laws)
+    assert later.matches is not None
+    assert later.matches.chance[0] == pytest.approx(both.match_chance[0])
 
 
 def test_reads_its_prior_and_says_so() -> None:

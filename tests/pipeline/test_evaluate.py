@@ -412,6 +412,7 @@ def test_the_report_stands_alone_and_says_what_to_deploy(
         "policy cold",
         "policy + population",
         "policy + router",
+        "policy + experience",
         "thompson + router",
         "thompson_flat",
         "ucb1",
