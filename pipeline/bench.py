@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from decode.costs import Costs, costs_key
@@ -69,7 +69,7 @@ class Bench:
 
     def players(self, rivals: Mapping[str, PolicyConfig]) -> list[Player]:
         """The policy and its rivals, each with every prior that changes what it chooses, and the
-        policy that has no prior but what it has seen of earlier answers.
+        policy as it learns from one answer to the next.
         """
         priors = {
             " cold": lambda case: None,
@@ -84,8 +84,10 @@ class Bench:
                     continue  # without a prior there is nothing to choose by
                 players.append(Player(name + suffix, self.built(config), prior))
         if getattr(self.policy, "experience", 0):
-            learning = self.built(self.policy)()  # one for all answers
-            players.append(Player("policy + experience", lambda: learning, priors[" cold"]))
+            for suffix, prior in (("", priors[" cold"]), (" + router", priors[" + router"])):
+                learning = self.built(self.policy)()  # one for all answers
+                name = f"policy{suffix} + experience"
+                players.append(Player(name, partial(_same, learning), prior))
         return players
 
     def _prior(self, router: Router) -> Callable[[Case], Prior | None]:
@@ -94,6 +96,10 @@ class Bench:
             return router.prior(text, num_prompt_tokens, sampling)
 
         return lambda case: prior(case.text, case.num_prompt_tokens, case.sampling)
+
+
+def _same(policy: Policy) -> Policy:
+    return policy
 
 
 def open_bench(

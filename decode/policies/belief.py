@@ -10,10 +10,11 @@ Whether a drafter proposes at all is known beforehand, but for those of Request.
 on the device match or do not. Their arms emit 1 + m (E - 1) tokens, where E are those of a draft
 and m is the chance of one: the mean of a Beta law over asked and answered.
 
-Where no prior speaks for a drafter, earlier texts do: the law of the logit over texts that made
-what they have shown most likely, held to a wide law as strongly as by one text (empirical Bayes;
-the maximum is taken by EM). Texts that have shown little add up; many that disagree stay a broad
-law.
+Earlier texts say how the logit is distributed over texts: by the law that makes what they have
+shown most likely, held to the population's (or a wide one, where nothing is known) as strongly as
+by one text (empirical Bayes; the maximum is taken by EM). Texts that have shown little add up; many
+that disagree stay a broad law. What a router says of a text beyond what it says of the population,
+the quotient of its two laws, then goes for a text of that law.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,6 +32,7 @@ WIDE_MEAN, WIDE_SD = 0.0, 1.7  # nearly uniform in the chance itself: where noth
 NARROWEST_SD = 0.2  # below the grid's step a normal would fall between its points
 MATCH_CHANCE = 0.5  # of a lookup of which nothing is known
 EM_ROUNDS = 12  # nothing is gained by more
+MOST_SAID = 50.0  # times that a router may call a logit likelier than the population does
 MATCH_WEIGHT = 2.0  # times it was asked that this, or what a prior says, is worth
 
 
@@ -80,13 +82,15 @@ class Matches:
         drafters: Sequence[str],
         prior: Prior | None,
         unsure: Collection[str],
-        experience: "Experience | None",
+        texts: Sequence["Matches"],  # earlier ones
     ) -> None:
-        known: dict[str, float] = {}
-        if experience is not None:
-            known |= dict(zip(drafters, experience.match_chance.tolist(), strict=True))
-        known |= {} if prior is None else prior.match_chance
+        known = {} if prior is None else prior.match_chance
         chances = [_chance(known.get(name, MATCH_CHANCE)) for name in drafters]
+        if texts:
+            # A text weighs by how often it asked, at most as much as what was known beforehand.
+            answers = [text.answers / (1 + text.answers.sum(axis=0)) for text in texts]
+            matched, missed = np.array([chances, [1 - c for c in chances]]) + sum(answers)
+            chances = [_chance(chance) for chance in matched / (matched + missed)]
         self._unsure = np.array([name in unsure for name in drafters], dtype=bool)
         self._prior: Floats = MATCH_WEIGHT * np.array([chances, [1 - c for c in chances]])
         self._counts = self._prior.copy()  # [2, N]: answered, not answered
@@ -113,27 +117,18 @@ def _chance(value: float) -> float:
     return min(max(float(value), 0.02), 0.98) if np.isfinite(value) else MATCH_CHANCE
 
 
-@dataclass(frozen=True)
-class Experience:
-    """What earlier texts say of drafters, by index into them; laws where nothing is known too."""
-
-    laws: Floats  # [N, G]
-    match_chance: Floats  # [N]
-
-    @classmethod
-    def of(cls, beliefs: Sequence["Belief"], num_drafters: int) -> "Experience":
-        """Of texts, whose rows may still go on."""
-        wide = np.tile(normal_on_grid(WIDE_MEAN, WIDE_SD), (num_drafters, 1))
-        laws, shares = wide, np.full((2, num_drafters), MATCH_CHANCE)
-        if beliefs:
-            shown = np.exp([belief.log_likelihood for belief in beliefs])  # [R, N, G]
-            for _ in range(EM_ROUNDS):
-                given = laws * shown
-                given /= given.sum(axis=2, keepdims=True)
-                laws = (wide + given.sum(axis=0)) / (1 + len(beliefs))
-        for matches in (belief.matches for belief in beliefs if belief.matches is not None):
-            shares = shares + matches.answers / (1 + matches.answers.sum(axis=0))
-        return cls(laws, shares[0] / shares.sum(axis=0))
+def law_over_texts(texts: Sequence["Belief"], anchor: Floats) -> Floats:  # [N, G]
+    """Each drafter's logit over texts, whose rows may still go on; `anchor` [N, G] without any."""
+    if not texts:
+        return anchor
+    shown = np.exp([text.log_likelihood for text in texts])  # [R, N, G]
+    anchor = 0.999 * anchor + 0.001 * normal_on_grid(WIDE_MEAN, WIDE_SD)  # nothing is impossible
+    laws = anchor
+    for _ in range(EM_ROUNDS):
+        given = laws * shown
+        given /= given.sum(axis=2, keepdims=True)
+        laws = (anchor + given.sum(axis=0)) / (1 + len(texts))
+    return laws
 
 
 class Belief:
@@ -144,7 +139,7 @@ class Belief:
         drafters: Sequence[str],
         prior: Prior | None,
         unsure: Collection[str] = (),
-        experience: Experience | None = None,
+        texts: Sequence["Belief"] = (),  # earlier ones
         *,
         population_share: float,
         population_spread: float,
@@ -154,19 +149,22 @@ class Belief:
         self.hazard = hazard
         self.power = likelihood_power
         self.num_observed = np.zeros(len(drafters))  # tokens that were accepted or rejected
-        rows, population, tables = [], [], []
-        for index, name in enumerate(drafters):
-            known = None if experience is None else experience.laws[index]
-            broad, own, offsets = _prior_of(name, prior, population_spread, known)
-            population.append(broad)
-            rows.append((1 - population_share) * own + population_share * broad)
-            tables.append(depth_tables(offsets))
-        self.posterior: Floats = np.array(rows)  # [N, G]
-        self.population: Floats = np.array(population)  # [N, G]
-        self.log_likelihood: Floats = np.zeros_like(self.population)  # of all that was seen
+        priors = [_prior_of(name, prior, population_spread) for name in drafters]
+        broad, own = (np.array([law[place] for law in priors]) for place in (0, 1))  # [N, G]
+        tables = [depth_tables(offsets) for _, _, offsets in priors]
+        population = law_over_texts(texts, broad)
+        if texts:
+            own = population * np.clip(own / np.maximum(broad, 1e-9), 1 / MOST_SAID, MOST_SAID)
+            own /= own.sum(axis=1, keepdims=True)
+        self.posterior: Floats = (1 - population_share) * own + population_share * population
+        self.population: Floats = population  # [N, G]
+        self.log_likelihood: Floats = np.zeros_like(population)  # of all that was seen
         self.tables = tables
         self.token_tables: Floats = np.array([table.tokens for table in tables])  # [N, G, D + 1]
-        self.matches = Matches(drafters, prior, unsure, experience) if unsure else None
+        asked = [text.matches for text in texts if text.matches is not None]
+        self.matches: Matches | None = None
+        if unsure:
+            self.matches = Matches(drafters, prior, unsure, asked)
 
     def expected_tokens(self) -> Floats:  # [N, D + 1]
         """Tokens that a step of each drafter emits on average, by number of tokens asked for."""
@@ -226,12 +224,12 @@ class Belief:
 
 
 def _prior_of(
-    name: str, prior: Prior | None, population_spread: float, known: Floats | None
+    name: str, prior: Prior | None, population_spread: float
 ) -> tuple[Floats, Floats, tuple[float, ...]]:
-    """Population law, own law and depth offsets of one drafter; where the prior does not know it,
-    what is `known` of it otherwise [G], or a wide law.
+    """Population law, own law and depth offsets of one drafter; wide where the prior does not know
+    it.
     """
-    wide = normal_on_grid(WIDE_MEAN, WIDE_SD) if known is None else known
+    wide = normal_on_grid(WIDE_MEAN, WIDE_SD)
     if prior is None or name not in prior.mean:
         return wide, wide, ()
     mean, sd = float(prior.mean[name]), float(prior.sd[name])

@@ -3,8 +3,7 @@ seconds.
 
 Choosing by the posterior mean, with a chance in every step that the text has changed, does better
 over the 30 to 150 steps of a prompt than sampling or upper bounds do: too few steps pay for
-exploration. For the same reason a text that no router speaks for begins with what the last texts
-under its law have shown.
+exploration. For the same reason a text begins with what the last texts under its law have shown.
 """
 
 from collections import deque
@@ -15,7 +14,7 @@ import numpy as np
 
 from decode.costs import Costs
 from decode.policies.base import PolicyConfig, check_draft_lengths, off, require_costs
-from decode.policies.belief import Belief, Experience, Floats
+from decode.policies.belief import Belief, Floats
 from decode.policies.pricing import Prices, Pricing, arms_on_offer, best_arm
 from decode.types import OFF, Choice, PolicySession, Request, StepRecord
 
@@ -46,7 +45,7 @@ class PosteriorConfig(PolicyConfig):
         float  # steps over which a better drafter, once found, pays for the trial; 0: no trials
     )
     probe_every: int  # steps without drafting after which one draft is tried again; 0: never
-    experience: int  # last texts that are the prior of one that no router speaks for; 0: none
+    experience: int  # last texts that say how the next will be; 0: none
 
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "PosteriorPolicy":
         self.check()
@@ -91,12 +90,9 @@ class PosteriorPolicy:
     def open(self, request: Request) -> PolicySession:
         return PosteriorSession(self, request)
 
-    def experience(self, request: Request) -> Experience | None:
-        """What the last texts under the request's law say; None where nothing is asked of them."""
-        if not self.config.experience:
-            return None
-        last = self._last[request.sampling.greedy]
-        return Experience.of(list(last), len(self.prices.drafters))
+    def texts(self, request: Request) -> list[Belief]:
+        """What was believed in the last texts under the request's law."""
+        return list(self._last[request.sampling.greedy])
 
     def remember(self, request: Request, belief: Belief) -> None:
         """Its row goes on learning; whoever asks gets what it has learned by then."""
@@ -116,7 +112,7 @@ class PosteriorSession:
             self.prices.drafters,
             request.prior,
             request.unsure,
-            policy.experience(request),
+            policy.texts(request),
             population_share=config.population_share,
             population_spread=config.population_spread,
             hazard=config.hazard,

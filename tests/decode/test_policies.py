@@ -14,9 +14,8 @@ acceptable.
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from decode.policies.belief import (
     GRID,
     MATCH_CHANCE,
     Belief,
-    Experience,
     depth_tables,
 )
 from decode.policies.fixed import FixedConfig
@@ -445,51 +443,77 @@ def test_experience_gives_way_to_what_texts_have_become() -> None:
         assert late.count(wanted) > 0.85 * len(late)
 
 
-def test_experience_is_of_one_law_and_silent_beside_a_router() -> None:
+def test_experience_is_of_one_law() -> None:
     table = costs(small=0.1, large=0.1)
     policy = replace(POSTERIOR, experience=32).build(table, DRAFTERS, 0)
     world = World({"ngram": 0.1, "small": 0.1, "large": 0.85}, table, seed=3)
     for number in range(8):
         world.run(policy.open(request(str(number))), 25)
+    offers = dict.fromkeys(DRAFTERS, 16)
     sampled = replace(request("s"), sampling=Sampling(temperature=1.0))
-    routed = replace(request("r"), prior=prior(ngram=-3.0, small=2.0, large=-3.0))
-    for asked in (sampled, routed):
-        fresh = POSTERIOR.build(table, DRAFTERS, 0).open(asked)
-        offers = dict.fromkeys(DRAFTERS, 16)
-        assert policy.open(asked).choose(offers) == fresh.choose(offers)
-    assert policy.open(request("g")).choose(dict.fromkeys(DRAFTERS, 16)).drafter == "large"
+    fresh = POSTERIOR.build(table, DRAFTERS, 0).open(sampled)
+    assert policy.open(sampled).choose(offers) == fresh.choose(offers)
+    assert policy.open(request("g")).choose(offers).drafter == "large"
+
+
+def told(texts: Sequence[Belief] = (), given: Prior | None = None) -> Belief:
+    """A belief about three drafters, the first of which may propose nothing."""
+    return Belief(
+        DRAFTERS,
+        given,
+        ["ngram"],
+        texts,
+        population_share=0.2,
+        population_spread=1.0,
+        hazard=0.0,
+        likelihood_power=1.0,
+    )
+
+
+def text(accepted: int, drafted: int, times: int) -> Belief:
+    """What a text has left in which the third drafter did so, and the first always proposed."""
+    made = told()
+    for _ in range(times):
+        made.observe(2, accepted, drafted)
+        assert made.matches is not None
+        made.matches.observe(0, True)
+    return made
 
 
 def test_experience_is_the_law_that_made_earlier_texts_most_likely() -> None:
-    settings = {"population_share": 0.2, "population_spread": 1.4, "hazard": 0.0}
-
-    def text(accepted: int, drafted: int, times: int, experience: Any = None) -> Belief:
-        made = Belief(DRAFTERS, None, ["ngram"], experience, likelihood_power=1.0, **settings)
-        for _ in range(times):
-            made.observe(2, accepted, drafted)
-            assert made.matches is not None
-            made.matches.observe(0, True)
-        return made
-
     chances = 1 / (1 + np.exp(-GRID))
-    nothing = Experience.of([], 3)
-    unseen = Experience.of([text(0, 0, 0)] * 9, 3)
-    assert np.allclose(unseen.laws, nothing.laws)
-    assert np.allclose(unseen.match_chance, MATCH_CHANCE)
-    for count in (1, 3, 20):  # each has shown next to nothing, together they show much
-        few = Experience.of([text(0, 4, 1)] * count, 3)
-        mean = few.laws[2] @ chances
-        assert np.allclose(few.laws[:2], nothing.laws[:2])
-        assert np.allclose(few.laws.sum(axis=1), 1)
-        assert mean < {1: 0.42, 3: 0.3, 20: 0.13}[count]
-    both = Experience.of([text(8, 8, 9)] * 5 + [text(0, 8, 9)] * 5, 3)
-    assert 0.4 < both.laws[2] @ chances < 0.6
-    assert both.laws[2][(chances > 0.2) & (chances < 0.8)].sum() < 0.15  # either, not between
-    assert both.match_chance[0] > 0.8
-    later = text(0, 0, 0, both)
-    assert np.allclose(later.posterior, both.laws)
-    assert later.matches is not None
-    assert later.matches.chance[0] == pytest.approx(both.match_chance[0])
+    unseen, nothing = told([text(0, 0, 0)] * 9), told()
+    assert np.allclose(unseen.posterior, nothing.posterior, atol=1e-3)
+    assert unseen.matches is not None
+    assert np.allclose(unseen.matches.chance, [MATCH_CHANCE, 1, 1])
+    for count, most in {1: 0.42, 3: 0.3, 20: 0.13}.items():
+        few = told([text(0, 4, 1)] * count)  # each shows next to nothing, together they show much
+        assert few.posterior[2] @ chances < most
+        assert np.allclose(few.posterior[:2], nothing.posterior[:2], atol=1e-3)
+    both = told([text(8, 8, 9)] * 5 + [text(0, 8, 9)] * 5)
+    assert np.allclose(both.posterior.sum(axis=1), 1)
+    assert 0.4 < both.posterior[2] @ chances < 0.6
+    between = (chances > 0.2) & (chances < 0.8)
+    assert both.posterior[2][between].sum() < 0.15  # it is either, and nothing between
+    assert both.matches is not None
+    assert both.matches.chance[0] > 0.8
+
+
+def test_a_routers_word_goes_for_a_text_of_what_texts_have_become() -> None:
+    chances = 1 / (1 + np.exp(-GRID))
+    flat = prior(ngram=0.0, small=0.0, large=0.0)
+    same = replace(flat, sd=dict.fromkeys(DRAFTERS, 1.2))  # no word about this text
+    good = replace(flat, mean={**flat.mean, "large": 1.0})
+    assert np.allclose(told((), good).posterior, told([], good).posterior)
+    texts = [text(0, 4, 2)] * 12
+    silent, spoken = told(texts, same), told(texts, good)
+    assert np.allclose(silent.posterior, silent.population)
+    mean = silent.posterior[2] @ chances
+    assert mean < 0.35  # and not the population's half
+    assert mean + 0.02 < spoken.posterior[2] @ chances < told((), good).posterior[2] @ chances
+    sure = replace(flat, mean={**flat.mean, "large": 9.0}, sd=dict.fromkeys(DRAFTERS, 0.0))
+    assert np.isfinite(told(texts, sure).posterior).all()
+    assert np.allclose(told(texts, sure).posterior.sum(axis=1), 1)
 
 
 def test_reads_its_prior_and_says_so() -> None:

@@ -413,6 +413,7 @@ def test_the_report_stands_alone_and_says_what_to_deploy(
         "policy + population",
         "policy + router",
         "policy + experience",
+        "policy + router + experience",
         "thompson + router",
         "thompson_flat",
         "ucb1",
