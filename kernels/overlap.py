@@ -18,6 +18,7 @@ import triton.language as tl
 from kernels.tiles import capability
 
 MODES = ("off", "launch", "late")
+LATE = tl.constexpr(MODES.index("late"))
 
 
 class _Mode:
@@ -59,7 +60,7 @@ def wait():
 @triton.jit
 def announce_early(OVERLAP: tl.constexpr):
     """What a kernel begins with that asks for weights before it waits."""
-    if OVERLAP == 1:
+    if OVERLAP < LATE:
         announce()
 
 
@@ -67,7 +68,7 @@ def announce_early(OVERLAP: tl.constexpr):
 def wait_for_turn(OVERLAP: tl.constexpr):
     """And how it goes on."""
     wait()
-    if OVERLAP == 2:
+    if OVERLAP == LATE:
         announce()
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.launching import launch
 from kernels.matrix import multiply, narrow, rounded
-from kernels.overlap import announce, options, wait
+from kernels.overlap import LATE, options, wait_for_turn
 from kernels.tiles import Tile, product_tile, row_block
 
 
@@ -187,11 +187,9 @@ def product_kernel(
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP > 0:
-        if wanted_ptr is not None:
-            wait()
-            announce()
     if wanted_ptr is not None:
+        if OVERLAP > 0:
+            wait_for_turn(LATE)
         if tl.load(wanted_ptr) == 0:
             return
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -213,9 +211,7 @@ def product_kernel(
         early += (weight_block(weight_ptr, weights + block * BLOCK_K, inside, even),)  # type: ignore[assignment]
     if OVERLAP > 0:
         if wanted_ptr is None:
-            # Only now: who comes up sooner takes room from programs that have not begun.
-            wait()
-            announce()
+            wait_for_turn(LATE)
     early_x = ()
     for block in tl.static_range(EARLY):
         inside = k + block * BLOCK_K < K

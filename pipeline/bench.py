@@ -83,11 +83,11 @@ class Bench:
                 if isinstance(config, RouterOnlyConfig) and suffix == " cold":
                     continue  # without a prior there is nothing to choose by
                 players.append(Player(name + suffix, self.built(config), prior))
-        if getattr(self.policy, "experience", 0):
-            for suffix, prior in (("", priors[" cold"]), (" + router", priors[" + router"])):
-                learning = self.built(self.policy)()  # one for all answers
-                name = f"policy{suffix} + experience"
-                players.append(Player(name, partial(_same, learning), prior))
+        if self.policy.learns_from_texts:
+            for suffix in ("", " + router") if self.policy.uses_prior else ("",):
+                learning = partial(_same, self.built(self.policy)())  # one for all answers
+                prior = priors[suffix or " cold"]
+                players.append(Player(f"policy{suffix} + experience", learning, prior))
         return players
 
     def _prior(self, router: Router) -> Callable[[Case], Prior | None]:

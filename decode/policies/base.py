@@ -21,6 +21,11 @@ class PolicyConfig(ABC):
         """Whether a router's prior changes what it chooses."""
         return True
 
+    @property
+    def learns_from_texts(self) -> bool:
+        """Whether what one text has shown changes what is chosen in the next."""
+        return False
+
     @abstractmethod
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> Policy:
         """A policy over the drafters of that name. Raises ValueError where they do not fit."""

@@ -47,6 +47,10 @@ class PosteriorConfig(PolicyConfig):
     probe_every: int  # steps without drafting after which one draft is tried again; 0: never
     experience: int  # last texts that say how the next will be; 0: none
 
+    @property
+    def learns_from_texts(self) -> bool:
+        return self.experience > 0
+
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "PosteriorPolicy":
         self.check()
         lengths = check_draft_lengths(self.draft_lengths)

@@ -33,6 +33,10 @@ class ThompsonConfig(PosteriorConfig):
     def uses_prior(self) -> bool:
         return self.structured
 
+    @property
+    def learns_from_texts(self) -> bool:
+        return self.structured and self.experience > 0
+
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "ThompsonPolicy":
         if self.spread <= 0 or self.reward_cap <= 0:
             raise ValueError(

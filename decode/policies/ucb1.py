@@ -31,6 +31,10 @@ class Ucb1Config(PolicyConfig):
     def uses_prior(self) -> bool:
         return False
 
+    @property
+    def learns_from_texts(self) -> bool:
+        return self.persist
+
     def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "Ucb1Policy":
         if self.reward_cap <= 0:
             raise ValueError(f"policy.reward_cap={self.reward_cap} must be positive")
