@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+BEGUN = ("*.partial", ".tmp??????")  # ours, and what safetensors writes before it renames it
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove what a run that failed or was killed had begun to write and not put in place."""
-    for partial in [*folder.rglob("*.partial")]:
+    for partial in [path for pattern in BEGUN for path in folder.rglob(pattern)]:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:

@@ -501,16 +501,18 @@ def test_a_writer_of_an_earlier_launch_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_what_an_earlier_launch_had_begun_to_write_is_gone(tmp_path: Path) -> None:
-    """It went on after the next run looked: the note of a shard that it never put in place."""
+    """It went on after the next run looked: a shard, under the name that safetensors gives what
+    it has not renamed yet, and the note of another."""
     out = tmp_path / "out"
     out.mkdir()
-    begun = out / "answers-00007.json.26719.partial"
+    begun = [out / "answers-00007.json.26719.partial", out / ".tmpOlPEcy"]
     writer = VIRTUAL.lock(tmp_path / "out.writer-1.lock")
     writer.__enter__()
-    begun.write_text("{")
+    for path in begun:
+        path.write_text("{")
     writer.__exit__(None, None, None)
     with sole_writer(out, VIRTUAL):
-        assert not begun.exists()
+        assert not any(path.exists() for path in begun)
 
 
 # ------------------------------------------------------------------------------------------- speed
