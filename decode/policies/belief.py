@@ -40,8 +40,8 @@ MATCH_WEIGHT = 2.0  # times it was asked that this, or what a prior says, is wor
 class DepthTables:
     """What every logit of the grid implies for one drafter's depth offsets."""
 
-    log_accept: Floats  # [G, D] log h(depth)
-    log_reject: Floats  # [G, D] log (1 - h(depth))
+    accepted: Floats  # [D + 1, G] log-likelihood of so many accepted, nothing seen after them
+    rejected: Floats  # [D, G] of so many accepted, and the next one rejected
     tokens: Floats  # [G, D + 1] expected tokens emitted by a step that drafts 0..D
 
 
@@ -56,9 +56,14 @@ def depth_tables(offsets: tuple[float, ...]) -> DepthTables:
         depths[: len(offsets)] = offsets[:MAX_DRAFT_TOKENS]
     logits = GRID[:, None] + depths[None, :]
     log_accept, log_reject = -np.logaddexp(0.0, -logits), -np.logaddexp(0.0, logits)
-    survival = np.exp(np.cumsum(log_accept, axis=1))
-    tokens = np.concatenate([np.ones((len(GRID), 1)), 1 + np.cumsum(survival, axis=1)], axis=1)
-    return DepthTables(log_accept, log_reject, tokens)
+    all_so_far = np.cumsum(log_accept, axis=1)
+    tokens = 1 + np.cumsum(np.exp(all_so_far), axis=1)
+    accepted = np.concatenate([np.zeros((1, len(GRID))), all_so_far.T])
+    return DepthTables(
+        accepted,
+        accepted[:-1] + log_reject.T,
+        np.concatenate([np.ones((len(GRID), 1)), tokens], axis=1),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -169,11 +174,14 @@ class Belief:
     def expected_tokens(self) -> Floats:  # [N, D + 1]
         """Tokens that a step of each drafter emits on average, by number of tokens asked for."""
         drafted = np.matmul(self.posterior[:, None, :], self.token_tables)[:, 0]
-        return self._if_matched(drafted, slice(None))
+        return self._if_matched(drafted)
 
-    def tokens_of(self, index: int) -> Floats:  # [G, D + 1]
-        """The same of one drafter, were each logit of the grid the truth."""
-        return self._if_matched(self.token_tables[index], slice(index, index + 1))
+    def tokens_of(self, drafters: NDArray[np.intp]) -> Floats:  # [n, G, D + 1]
+        """The same of these drafters, were each logit of the grid the truth."""
+        drafted = self.token_tables[drafters]
+        if self.matches is None:
+            return drafted
+        return 1 + self.matches.chance[drafters, None, None] * (drafted - 1)
 
     def sampled_tokens(self, generator: np.random.Generator, spread: float) -> Floats:  # [N, D + 1]
         """The same, were one logit drawn from each posterior the truth; `spread` below 1 draws
@@ -186,13 +194,13 @@ class Belief:
             .sum(axis=1)
             .clip(0, len(GRID) - 1)
         )
-        return self._if_matched(self.token_tables[np.arange(len(law)), index], slice(None))
+        return self._if_matched(self.token_tables[np.arange(len(law)), index])
 
-    def _if_matched(self, drafted: Floats, drafters: slice) -> Floats:  # [n, D + 1]
+    def _if_matched(self, drafted: Floats) -> Floats:  # [N, D + 1] both
         """Tokens of a step that may draft nothing, from those of one that drafts."""
         if self.matches is None:
             return drafted
-        return 1 + self.matches.chance[drafters, None] * (drafted - 1)
+        return 1 + self.matches.chance[:, None] * (drafted - 1)
 
     def acceptance(self) -> Floats:  # [N]
         """Mean chance that a first drafted token is accepted."""
@@ -202,11 +210,9 @@ class Belief:
         """Take in one proposal of a drafter; no proposal (0 drafted) says nothing of acceptance."""
         table, seen = self.tables[index], min(num_drafted, MAX_DRAFT_TOKENS)
         accepted = min(num_accepted, seen)
-        log_likelihood = table.log_accept[:, :accepted].sum(axis=1)
-        if accepted < seen:
-            log_likelihood = log_likelihood + table.log_reject[:, accepted]
         if seen == 0:
             return
+        log_likelihood = (table.rejected if accepted < seen else table.accepted)[accepted]
         log_likelihood = self.power * (log_likelihood - log_likelihood.max())
         weights = self.posterior[index] * np.exp(log_likelihood)
         total = self.log_likelihood[index] + log_likelihood

@@ -15,7 +15,7 @@ import numpy as np
 from decode.costs import Costs
 from decode.policies.base import PolicyConfig, check_draft_lengths, off, require_costs
 from decode.policies.belief import Belief, Floats
-from decode.policies.pricing import Prices, Pricing, arms_on_offer, best_arm
+from decode.policies.pricing import TIE, Prices, Pricing, arms_on_offer, best_arm, scored
 from decode.types import OFF, Choice, PolicySession, Request, StepRecord
 
 LONGEST_PAUSE = (
@@ -134,31 +134,36 @@ class PosteriorSession:
         self.pause = config.probe_every
 
     def choose(self, offers: Mapping[str, int]) -> Choice:
-        arms = arms_on_offer(self.prices.drafters, offers, self.policy.lengths)
-        plain = self.pricing.plain_seconds
-        if not arms:
+        drafters, plain = self.prices.drafters, self.pricing.plain_seconds
+        offered = tuple(offers.get(name, 0) if name != OFF else 0 for name in drafters)
+        if not any(offered):
             return off("nothing offered", plain)
-        expected, tokens = self.belief.expected_tokens(), self._believed_tokens()
-        seconds, rate = self.pricing.seconds(), self.pricing.tokens_per_second(expected)
+        expected, seconds = self.belief.expected_tokens(), self.pricing.seconds()
+        rate = self.pricing.tokens_per_second(expected, seconds)
         reading = rate * self.pricing.catch_up(self.position)  # [N] tokens that it costs
         spread = reading / self.policy.config.switch_horizon  # paid back by the steps that profit
-        scores = tokens - rate * seconds - spread[:, None]
-        best = best_arm(scores, arms)
+        scores = scored(
+            self._believed_tokens(expected) - rate * seconds - spread[:, None],
+            arms_on_offer(offered, self.policy.lengths),
+        )
+        best = best_arm(scores)
         if best is None:
             return off("no arm has finite costs", plain)
-        incumbent = max(best[1], 1 - rate * plain)
-        trial = self._worth_a_trial(scores, rate * seconds, reading - spread, arms, incumbent)
-        index, k = arms[best[0]] if trial is None else trial
+        gain = float(scores[best])
+        incumbent = max(gain, 1 - rate * plain)
+        trial = self._worth_a_trial(scores, rate * seconds, reading - spread, incumbent)
+        index, k = best if trial is None else trial
         if trial is not None:
             reason = "explore"
-        elif best[1] > 1 - rate * plain:
+        elif gain > 1 - rate * plain:
             reason = "data" if self.belief.num_observed[index] else "prior"
         elif self._probe_is_due():
             reason = "probe"
         else:
             return off("cost", plain)
-        name = self.prices.drafters[index]
-        return Choice(name, k, reason, float(expected[index, k]), float(seconds[index, k]))
+        return Choice(
+            drafters[index], k, reason, float(expected[index, k]), float(seconds[index, k])
+        )
 
     def learn(self, record: StepRecord) -> None:
         self.position = record.position + record.num_emitted
@@ -173,16 +178,15 @@ class PosteriorSession:
         self.belief.drift()
         self._count_pause(record)
 
-    def _believed_tokens(self) -> Floats:  # [N, D + 1]
+    def _believed_tokens(self, expected: Floats) -> Floats:  # [N, D + 1] both
         """Tokens by drafter and K that the choice is made on."""
-        return self.belief.expected_tokens()
+        return expected
 
     def _worth_a_trial(
         self,
-        scores: Floats,
-        prices: Floats,
+        scores: Floats,  # [N, D + 1] of the arms on offer
+        prices: Floats,  # [N, D + 1] tokens that their seconds cost
         unpaid: Floats,  # [N] of the reading of unseen tokens, what `scores` leave to later steps
-        arms: Sequence[tuple[int, int]],
         incumbent: float,
     ) -> tuple[int, int] | None:
         """The arm whose expected improvement on the incumbent, while it lasts, most exceeds what
@@ -193,20 +197,21 @@ class PosteriorSession:
         """
         left = self.max_new_tokens - (self.position - self.num_prompt_tokens)
         horizon = min(self.policy.config.explore_horizon, left)
-        found, most = None, 0.0
-        for index in {index for index, _ in arms}:
-            own = [arm for arm in arms if arm[0] == index]
-            depths = [k for _, k in own]
-            best = best_arm(scores, own)
-            if best is None or best[1] >= incumbent:
-                continue
-            tokens = self.belief.tokens_of(index)[:, depths]
-            values = (tokens - prices[index, depths]).max(axis=1)
-            gain = float(self.belief.posterior[index] @ np.maximum(values - incumbent, 0)) * horizon
-            loss = incumbent - best[1] + float(unpaid[index])
-            if gain - loss > most:
-                found, most = own[best[0]], gain - loss
-        return found
+        own = scores.max(axis=1)  # [N]
+        tried = np.flatnonzero((own < incumbent) & (own > -np.inf))
+        if not len(tried) or horizon <= 0:
+            return None
+        on_offer = scores[tried] > -np.inf  # [n, D + 1]
+        least = np.where(on_offer, prices[tried], np.inf)
+        values = (self.belief.tokens_of(tried) - least[:, None, :]).max(axis=2)  # [n, G]
+        improvement = np.maximum(values - incumbent, 0)
+        gain = (self.belief.posterior[tried] * improvement).sum(axis=1) * horizon
+        net = gain - (incumbent - own[tried] + unpaid[tried])
+        most = int(net.argmax())
+        if not net[most] > 0:
+            return None
+        index = int(tried[most])
+        return index, int((scores[index] >= own[index] - TIE).argmax())
 
     def _probe_is_due(self) -> bool:
         return self.pause > 0 and self.steps_off >= self.pause

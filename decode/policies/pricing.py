@@ -8,17 +8,18 @@ Everything is a function of the profile and of past records.
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Sequence
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decode.costs import Costs
-from decode.types import MAX_DRAFT_TOKENS, OFF, Sampling, StepRecord
+from decode.types import MAX_DRAFT_TOKENS, Sampling, StepRecord
 
 log = logging.getLogger(__name__)
 Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 PLAUSIBLE = (
     4.0  # a step this many times slower or faster than expected is clipped: one hiccup is no trend
 )
@@ -55,6 +56,8 @@ class PriceList:
             [[costs.draft(n, k) for k in depths] for n in drafters]
         )  # [N, D + 1]
         self.draft = self.draft.reshape(len(self.drafters), MAX_DRAFT_TOKENS + 1)
+        # [N] seconds in which each reads a token that it has not seen
+        self.reading: Floats = np.array([costs.catch_up_seconds(n, 1) for n in drafters])
         self.said = said  # what was warned of already
         if not 0 < self.target[0] < np.inf:
             raise ValueError(
@@ -108,17 +111,17 @@ class Pricing:
         run.
         """
         self.lengths = [0, *lengths]
-        self.tokens, self.spent = 1.0, 1 / self._promised(expected_tokens)
+        self.tokens, self.spent = 1.0, 1 / self._promised(expected_tokens, self.seconds())
 
-    def tokens_per_second(self, expected_tokens: Floats) -> float:  # [N, D + 1]
+    def tokens_per_second(self, expected_tokens: Floats, seconds: Floats) -> float:
         """Lambda: what recent steps gave, no less than plain decoding and no more than the belief
-        promises.
+        promises; both tables [N, D + 1].
         """
-        promised = self._promised(expected_tokens)
+        promised = self._promised(expected_tokens, seconds)
         return min(max(self.tokens / self.spent, 1 / self.plain_seconds), promised)
 
-    def _promised(self, expected_tokens: Floats) -> float:
-        rates = (expected_tokens / self.seconds())[:, self.lengths]
+    def _promised(self, expected_tokens: Floats, seconds: Floats) -> float:
+        rates = (expected_tokens / seconds)[:, self.lengths]
         return float(rates[np.isfinite(rates)].max(initial=1 / self.plain_seconds))
 
     @property
@@ -137,13 +140,7 @@ class Pricing:
 
     def catch_up(self, position: int) -> Floats:  # [N]
         """Seconds each drafter needs to read what it has not seen."""
-        costs, missing = self.prices.costs, position - self.read
-        return np.array(
-            [
-                costs.catch_up_seconds(name, max(int(m), 0))
-                for name, m in zip(self.prices.drafters, missing, strict=True)
-            ]
-        )
+        return self.prices.reading * np.maximum(position - self.read, 0)
 
     def observe(self, record: StepRecord) -> None:
         """Take in a step's tokens and seconds; a drafter whose seconds are not a number is
@@ -205,33 +202,31 @@ class Pricing:
         return scale + self.cost_memory * (ratio - scale)
 
 
-def arms_on_offer(
-    drafters: Sequence[str], offers: Mapping[str, int], lengths: Sequence[int]
-) -> list[tuple[int, int]]:
-    """(drafter index, K) of every arm that can be played: K clamped to the offer, offers of 0 left
-    out.
+@lru_cache(maxsize=4096)
+def arms_on_offer(offers: tuple[int, ...], lengths: tuple[int, ...]) -> Mask:  # [N, D + 1]
+    """Which arms can be played, by what each drafter offers: K clamped to the offer, none of an
+    offer of 0.
     """
-    arms: list[tuple[int, int]] = []
-    for index, name in enumerate(drafters):
-        most = min(offers.get(name, 0), MAX_DRAFT_TOKENS)
-        if name != OFF and most > 0:
-            arms.extend((index, k) for k in sorted({min(k, most) for k in lengths}))
+    arms = np.zeros((len(offers), MAX_DRAFT_TOKENS + 1), dtype=bool)
+    for index, most in enumerate(offers):
+        for k in lengths if most > 0 else ():
+            arms[index, min(k, most)] = True
+    arms.flags.writeable = False
     return arms
 
 
-def best_arm(scores: Floats, arms: Sequence[tuple[int, int]]) -> tuple[int, float] | None:
-    """Position in `arms` and score of the best finite score, the shortest draft winning a tie;
-    None: no arm is left.
+def scored(scores: Floats, arms: Mask) -> Floats:  # [N, D + 1] both
+    """The scores of those arms; -inf for what cannot be played or has no finite score."""
+    return np.where(arms & np.isfinite(scores), scores, -np.inf)
+
+
+def best_arm(scores: Floats) -> tuple[int, int] | None:
+    """Drafter and K of the best of `scored`, the shortest draft winning a tie; None: no arm is
+    left.
     """
-    best: tuple[int, float] | None = None
-    for place, (index, k) in enumerate(arms):
-        score = float(scores[index, k])
-        if not math.isfinite(score):
-            continue
-        if (
-            best is None
-            or score > best[1] + TIE
-            or (abs(score - best[1]) <= TIE and k < arms[best[0]][1])
-        ):
-            best = (place, score)
-    return best
+    best = scores.max(initial=-np.inf)
+    if best == -np.inf:
+        return None
+    near = scores >= best - TIE
+    k = int(near.any(axis=0).argmax())
+    return int(near[:, k].argmax()), k

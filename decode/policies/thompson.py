@@ -78,7 +78,7 @@ class ThompsonSession(PosteriorSession):
         super().__init__(policy, request)
         self.generator, self.spread = generator, spread
 
-    def _believed_tokens(self) -> Floats:
+    def _believed_tokens(self, expected: Floats) -> Floats:
         return self.belief.sampled_tokens(self.generator, self.spread)
 
 
