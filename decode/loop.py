@@ -24,9 +24,11 @@ from decode.types import (
     Choice,
     DraftProposal,
     DraftSession,
+    JointPolicy,
     Policy,
     PolicySession,
     Request,
+    Sharing,
     StepRecord,
     Target,
     TargetSession,
@@ -74,6 +76,7 @@ class Loop:
         self.policy = policy
         self.verifier = verifier
         self.coupling = coupling
+        self.sharing = Sharing(padded=not getattr(target, "packs", False), drafts_together=False)
         self.watch = Stopwatch(clock, target.device)
         self.host_seconds = 0.0  # since the last record was written
         self.verify_seconds = 0.0
@@ -95,7 +98,9 @@ class Loop:
     def choose(self, rows: Sequence[Row]) -> list[Choice]:
         """An arm for each row, from its verified tokens and past records only."""
         self.watch.start()
-        choices = [self._choose(row) for row in rows]
+        offers = [self._offers(row) for row in rows]
+        sessions = [row.policy for row in rows]
+        choices = chosen(self.policy, sessions, offers, self.pool, self.sharing)
         self.host_seconds += self.watch.lap()
         return choices
 
@@ -181,6 +186,11 @@ class Loop:
             row.records.append(record)
             if row.policy is not None:
                 row.policy.learn(record)
+        if len(rows) > 1 and isinstance(self.policy, JointPolicy):
+            widths = [1 + len(proposal.token_ids) for proposal in proposals]
+            positions = len(rows) * max(widths) if self.sharing.padded else sum(widths)
+            sessions = [row.policy for row in rows if row.policy is not None]
+            self.policy.learn_together(sessions, positions, self.verify_seconds)
         self.host_seconds = self.watch.lap()  # learning is paid for by the next step
 
     @torch.inference_mode()
@@ -204,12 +214,9 @@ class Loop:
             prefill_seconds=self.watch.lap(),
         )
 
-    def _choose(self, row: Row) -> Choice:
+    def _offers(self, row: Row) -> dict[str, int]:
         limit = min(row.stopper.most_draft_tokens, MAX_DRAFT_TOKENS)
-        offers = self.pool.offers(row.drafts, row.token_ids, limit)
-        if row.policy is None or not offers:
-            return PLAIN
-        return fitted(row.policy.choose(offers), offers, self.pool)
+        return self.pool.offers(row.drafts, row.token_ids, limit)
 
     def _chance(self, row: Row, count: int) -> Sequence[float] | Place:
         """What verification draws a row's tokens with."""
@@ -231,6 +238,33 @@ class Loop:
         seen = seen_tokens(row.counts)
         by_race = race if self.coupling == "gumbel" else None
         return RowSampler(row.request.sampling, uniform, seen, by_race)
+
+
+def chosen(
+    policy: Policy | None,
+    sessions: Sequence[PolicySession | None],
+    offers: Sequence[Mapping[str, int]],
+    pool: Pool,
+    sharing: Sharing,
+) -> list[Choice]:
+    """An arm for each row of a step; plain decoding where there is no policy, or nothing on offer.
+
+    Several rows are weighed against each other where the policy can.
+    """
+    choices = [PLAIN] * len(sessions)
+    asked = [
+        (b, session, offered)
+        for b, (session, offered) in enumerate(zip(sessions, offers, strict=True))
+        if session is not None and offered
+    ]
+    if len(asked) > 1 and isinstance(policy, JointPolicy):
+        _, some, theirs = zip(*asked, strict=True)
+        found = policy.choose_together(some, theirs, sharing)
+    else:
+        found = [session.choose(offered) for _, session, offered in asked]
+    for (b, _, offered), choice in zip(asked, found, strict=True):
+        choices[b] = fitted(choice, offered, pool)
+    return choices
 
 
 def fitted(choice: Choice, offers: Mapping[str, int], pool: Pool) -> Choice:

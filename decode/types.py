@@ -275,6 +275,34 @@ class Policy(Protocol):
         """A fresh row."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What the rows of a step share."""
+
+    padded: bool  # the target's pass computes each row as wide as the widest; else what is drafted
+    drafts_together: bool  # a model drafts for all rows at once; else for one after another
+
+
+@runtime_checkable
+class JointPolicy(Policy, Protocol):
+    """A policy that weighs rows against each other where several are decoded side by side."""
+
+    def choose_together(
+        self,
+        sessions: Sequence[PolicySession],
+        offers: Sequence[Mapping[str, int]],
+        sharing: Sharing,
+    ) -> list[Choice]:
+        """As PolicySession.choose for each of the rows of one step, which are two or more."""
+
+    def learn_together(
+        self, sessions: Sequence[PolicySession], num_positions: int, seconds: float
+    ) -> None:
+        """Take in what the target's pass took, verification included: `num_positions` is over all
+        rows, padding too.
+        """
+
+
 @runtime_checkable
 class Router(Protocol):
     """What was learned before decoding: a prompt's text -> a prior over the pool."""

@@ -12,12 +12,13 @@ from decode import SpeculativeDecoder
 from decode.clock import Clock
 from decode.cost_measurement import quick_costs
 from decode.costs import Costs
+from decode.policies.base import PolicyConfig
 from decode.policies.fixed import FixedPolicy
 from decode.policies.named import policy_config
 from decode.resolve import resolve_drafters
 from decode.targets.loading import load_causal_lm
 from decode.targets.transformers import TransformersTarget
-from decode.types import Drafter
+from decode.types import Drafter, Policy
 from drafters.composite import CompositeConfig, CompositeDrafter
 from drafters.ngram import NgramDrafter
 from drafters.ngram import from_pretrained as load_lookup
@@ -77,18 +78,24 @@ def decode(parts: Parts, asked: "Benchmark") -> dict[str, Any]:
 
 
 def batch(parts: Parts, asked: "Benchmark") -> dict[str, Any]:
-    """Plain decoding and every drafter, one by one and side by side."""
+    """Plain decoding, every drafter and policies over them, one by one and side by side."""
     target, k = parts.target, asked.num_draft_tokens
+    drafters = all_drafters(parts, asked)
 
     def drafting(name: str, drafter: Drafter, size: int) -> SpeculativeDecoder:
         policy = FixedPolicy(name, k, None)
         return SpeculativeDecoder(target, {name: drafter}, policy, clock=parts.clock, max_rows=size)
 
+    def choosing(build: Callable[[], Policy], size: int) -> SpeculativeDecoder:
+        return SpeculativeDecoder(target, drafters, build(), clock=parts.clock, max_rows=size)
+
     makers: dict[str, Callable[[int], SpeculativeDecoder]] = {
         PLAIN: lambda size: SpeculativeDecoder(target, clock=parts.clock, max_rows=size)
     }
-    for name, drafter in all_drafters(parts, asked).items():
+    for name, drafter in drafters.items():
         makers[f"{name}, K={k}"] = partial(drafting, name, drafter)
+    for name, build in _policies(parts, asked, drafters).items():
+        makers[name] = partial(choosing, build)
     prompts = [list(prompt.token_ids) for prompt in parts.prompts][: max(asked.batch_sizes)]
     sizes = sorted(asked.batch_sizes)
     gap = partial(top_two_gap, target)
@@ -145,19 +152,26 @@ def own_arms(parts: Parts, asked: "Benchmark") -> list[Arm]:
         for k in asked.draft_lengths
     ]
 
-    @cache
-    def costs() -> Costs:
-        return quick_costs(target, drafters, clock)
-
-    for name in asked.policies:
-        config = policy_config(name)
-        build = partial(_built, config, costs, list(drafters))
-        arms.append(own_arm(f"policy {name}", target, clock, drafters, build))
+    arms += [
+        own_arm(name, target, clock, drafters, build)
+        for name, build in _policies(parts, asked, drafters).items()
+    ]
     return arms if asked.exported is None else [*arms, exported_arm(Path(asked.exported), parts)]
 
 
-def _built(config: Any, costs: Callable[[], Costs], names: list[str]) -> Any:
-    return config.build(costs() if config.needs_costs else None, names, 0)
+def _policies(
+    parts: Parts, asked: "Benchmark", drafters: Mapping[str, Drafter]
+) -> dict[str, Callable[[], Policy]]:
+    """What builds each policy that is asked for, over all drafters; costs are measured once."""
+
+    @cache
+    def costs() -> Costs:
+        return quick_costs(parts.target, drafters, parts.clock)
+
+    def build(config: PolicyConfig) -> Policy:
+        return config.build(costs() if config.needs_costs else None, list(drafters), 0)
+
+    return {f"policy {name}": partial(build, policy_config(name)) for name in asked.policies}
 
 
 def all_drafters(parts: Parts, asked: "Benchmark") -> dict[str, Drafter]:

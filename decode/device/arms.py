@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from decode.device.members import Members
 from decode.device.parts import DeviceLookup
 from decode.device.rows import DeviceRow
-from decode.loop import PLAIN, fitted
+from decode.loop import chosen
 from decode.pool import Pool
-from decode.types import MAX_DRAFT_TOKENS, OFF, Choice
+from decode.types import MAX_DRAFT_TOKENS, OFF, Choice, Policy, Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,20 @@ class Arm:
     model: int | None  # drafts where no lookup matched
 
 
-def choose_arms(rows: Sequence[DeviceRow], pool: Pool, members: Members) -> list[Arm]:
+SHARING = Sharing(padded=True, drafts_together=True)
+
+
+def choose_arms(
+    rows: Sequence[DeviceRow], policy: Policy | None, pool: Pool, members: Members
+) -> list[Arm]:
     """An arm for each row, with one model among them.
 
     Rows that chose another model than most wait: a lookup of theirs still drafts. The longer they
     have waited, the more they count.
     """
-    arms = [_arm(_choose(row, pool, members), members) for row in rows]
+    offers = [_offers(row, pool, members) for row in rows]
+    choices = chosen(policy, [row.policy for row in rows], offers, pool, SHARING)
+    arms = [_arm(choice, members) for choice in choices]
     votes: Counter[int] = Counter()
     for row, arm in zip(rows, arms, strict=True):
         if arm.model is not None:
@@ -44,13 +51,10 @@ def choose_arms(rows: Sequence[DeviceRow], pool: Pool, members: Members) -> list
     return taken
 
 
-def _choose(row: DeviceRow, pool: Pool, members: Members) -> Choice:
+def _offers(row: DeviceRow, pool: Pool, members: Members) -> dict[str, int]:
     limit = min(row.most_draft_tokens, MAX_DRAFT_TOKENS)
     known = [name for name in members.parts if name in pool.drafters]
-    offers = {name: members.offer(name, len(row.token_ids), limit) for name in known}
-    if row.policy is None or not offers:
-        return PLAIN
-    return fitted(row.policy.choose(offers), offers, pool)
+    return {name: members.offer(name, len(row.token_ids), limit) for name in known}
 
 
 def _arm(choice: Choice, members: Members) -> Arm:

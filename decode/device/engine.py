@@ -27,7 +27,7 @@ from decode.noise import Noise
 from decode.pool import Pool
 from decode.sampling import NO_LAW
 from decode.stopping import Stopper
-from decode.types import MAX_DRAFT_TOKENS, Policy, Request
+from decode.types import MAX_DRAFT_TOKENS, JointPolicy, Policy, Request
 from kernels.step_state import READING
 
 MOST_ROWS = BATCHES[-1]
@@ -99,7 +99,7 @@ class DeviceEngine:
             self._take_in(self._under_way.popleft())
 
     def _queue(self, rows: list[DeviceRow]) -> None:
-        arms = choose_arms(rows, self.pool, self.members)
+        arms = choose_arms(rows, self.policy, self.pool, self.members)
         self._make_room(rows, arms)
         read_ahead = self._read_ahead(rows, arms)
         ending = all(row.most_draft_tokens < MAX_DRAFT_TOKENS for row in rows)
@@ -111,9 +111,7 @@ class DeviceEngine:
             steps.append(RowStep(arm.choice, arm.limit, arm.model, arm.lookup is not None))
             row.under_way.append(steps[-1])
             row.num_queued += 1
-        self._under_way.append(
-            QueuedStep(rows, steps, shape.most_drafts, continues, read_ahead, arrival)
-        )
+        self._under_way.append(QueuedStep(rows, steps, shape, continues, read_ahead, arrival))
 
     def _make_room(self, rows: Sequence[DeviceRow], arms: Sequence[Arm]) -> None:
         """Have caches and state reach as far as this step may write."""
@@ -188,6 +186,9 @@ class DeviceEngine:
         numbers = step.arrival.wait()
         results = row_results(step, numbers)
         seconds, self._ended = step_seconds(step, numbers, results, self._ended)
+        if len(step.rows) > 1 and isinstance(self.policy, JointPolicy):
+            sessions = [row.policy for row in step.rows if row.policy is not None]
+            self.policy.learn_together(sessions, step.shape.num_positions, seconds.verify)
         count, shares = len(step.rows), draft_shares(step.steps, seconds.draft)
         spare = seconds.draft if not any(shares) else 0.0  # nobody drafted: all is the target's
         for row, one, result, share in zip(step.rows, step.steps, results, shares, strict=True):

@@ -134,6 +134,11 @@ class NativeTarget:
             chunk = token_ids[first : first + PREFILL_CHUNK]
             self._forward([_row(session)], [chunk], with_logits=False)
 
+    @property
+    def packs(self) -> bool:
+        """Whether a pass computes the tokens it is given and no padding."""
+        return not self._kernels
+
     @torch.inference_mode()
     def score(
         self, sessions: Sequence[TargetSession], token_ids: Sequence[Sequence[int]]

@@ -15,12 +15,23 @@ import numpy as np
 from decode.costs import Costs
 from decode.policies.base import PolicyConfig, check_draft_lengths, off, require_costs
 from decode.policies.belief import Belief, Floats
+from decode.policies.company import REASON, Company, PassSeconds, Wish
 from decode.policies.pricing import TIE, Prices, Pricing, arms_on_offer, best_arm, scored
-from decode.types import OFF, Choice, PolicySession, Request, StepRecord
+from decode.types import (
+    MAX_DRAFT_TOKENS,
+    OFF,
+    Choice,
+    PolicySession,
+    Request,
+    Sharing,
+    StepRecord,
+)
 
 LONGEST_PAUSE = (
     8  # unsuccessful probes double the pause between them up to this many times the first
 )
+ONE_TOKEN: Floats = np.ones(MAX_DRAFT_TOKENS + 1)  # by length, where nothing is drafted
+NO_SECONDS: Floats = np.zeros(MAX_DRAFT_TOKENS + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +101,41 @@ class PosteriorPolicy:
         self._last: dict[bool, deque[Belief]] = {
             greedy: deque(maxlen=config.experience) for greedy in (True, False)
         }
+        self._company = {
+            greedy: Company(
+                PassSeconds(costs.verify_seconds, config.cost_memory), config.probe_every
+            )
+            for greedy, costs in ((True, prices.greedy.costs), (False, prices.sampled.costs))
+        }
 
     def open(self, request: Request) -> PolicySession:
         return PosteriorSession(self, request)
+
+    def choose_together(
+        self,
+        sessions: Sequence[PolicySession],
+        offers: Sequence[Mapping[str, int]],
+        sharing: Sharing,
+    ) -> list[Choice]:
+        rows = [session for session in sessions if isinstance(session, PosteriorSession)]
+        if len(rows) < len(sessions):
+            return [one.choose(offered) for one, offered in zip(sessions, offers, strict=True)]
+        company = self._company_of(rows)
+        if company.rests(len(rows)):
+            return [off(REASON)] * len(rows)
+        wishes = [row.wish(offered) for row, offered in zip(rows, offers, strict=True)]
+        return company.settle(wishes, sharing)
+
+    def learn_together(
+        self, sessions: Sequence[PolicySession], num_positions: int, seconds: float
+    ) -> None:
+        rows = [session for session in sessions if isinstance(session, PosteriorSession)]
+        if rows:
+            self._company_of(rows).seconds.observe(num_positions, seconds)
+
+    def _company_of(self, rows: Sequence["PosteriorSession"]) -> Company:
+        """By whether all are greedy: drawing tokens takes time."""
+        return self._company[all(row.greedy for row in rows)]
 
     def texts(self, request: Request) -> list[Belief]:
         """What was believed in the last texts under the request's law."""
@@ -112,6 +155,7 @@ class PosteriorSession:
         self.prices = policy.prices.under(request.sampling)
         self.position = self.num_prompt_tokens = request.num_prompt_tokens
         self.max_new_tokens = request.max_new_tokens
+        self.greedy = request.sampling.greedy
         self.belief = Belief(
             self.prices.drafters,
             request.prior,
@@ -134,10 +178,14 @@ class PosteriorSession:
         self.pause = config.probe_every
 
     def choose(self, offers: Mapping[str, int]) -> Choice:
+        return self.wish(offers).choice
+
+    def wish(self, offers: Mapping[str, int]) -> Wish:
+        """What it chooses alone, and what that is worth by its length."""
         drafters, plain = self.prices.drafters, self.pricing.plain_seconds
         offered = tuple(offers.get(name, 0) if name != OFF else 0 for name in drafters)
         if not any(offered):
-            return off("nothing offered", plain)
+            return _nothing("nothing offered", plain)
         expected, seconds = self.belief.expected_tokens(), self.pricing.seconds()
         rate = self.pricing.tokens_per_second(expected, seconds)
         reading = rate * self.pricing.catch_up(self.position)  # [N] tokens that it costs
@@ -148,7 +196,7 @@ class PosteriorSession:
         )
         best = best_arm(scores)
         if best is None:
-            return off("no arm has finite costs", plain)
+            return _nothing("no arm has finite costs", plain)
         gain = float(scores[best])
         incumbent = max(gain, 1 - rate * plain)
         trial = self._worth_a_trial(scores, rate * seconds, reading - spread, incumbent)
@@ -160,10 +208,10 @@ class PosteriorSession:
         elif self._probe_is_due():
             reason = "probe"
         else:
-            return off("cost", plain)
-        return Choice(
-            drafters[index], k, reason, float(expected[index, k]), float(seconds[index, k])
-        )
+            return _nothing("cost", plain)
+        tokens, spent = float(expected[index, k]), float(seconds[index, k])
+        choice = Choice(drafters[index], k, reason, tokens, spent)
+        return Wish(choice, expected[index], self.prices.draft[index])
 
     def learn(self, record: StepRecord) -> None:
         self.position = record.position + record.num_emitted
@@ -227,3 +275,7 @@ class PosteriorSession:
             else self.policy.config.probe_every
         )
         self.steps_off = 0
+
+
+def _nothing(reason: str, seconds: float) -> Wish:
+    return Wish(off(reason, seconds), ONE_TOKEN, NO_SECONDS)

@@ -95,8 +95,8 @@ MUTANTS = {
     ),
     "belief drops rejections": Mutant(
         "decode/policies/belief.py",
-        "if accepted < seen:\n            log",
-        "if False:\n            log",
+        "table.rejected if accepted < seen else table.accepted",
+        "table.accepted",
         BELIEF,
     ),
     "policy hears of accepted drafts only": Mutant(
