@@ -298,8 +298,8 @@ class JointPolicy(Policy, Protocol):
     def learn_together(
         self, sessions: Sequence[PolicySession], num_positions: int, seconds: float
     ) -> None:
-        """Take in what the target's pass took, verification included: `num_positions` is over all
-        rows, padding too.
+        """Take in what the target's pass took, verification included: over so many positions in
+        all rows, each as wide as the widest where passes are padded.
         """
 
 

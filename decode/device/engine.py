@@ -111,7 +111,9 @@ class DeviceEngine:
             steps.append(RowStep(arm.choice, arm.limit, arm.model, arm.lookup is not None))
             row.under_way.append(steps[-1])
             row.num_queued += 1
-        self._under_way.append(QueuedStep(rows, steps, shape, continues, read_ahead, arrival))
+        self._under_way.append(
+            QueuedStep(rows, steps, shape.most_drafts, continues, read_ahead, arrival)
+        )
 
     def _make_room(self, rows: Sequence[DeviceRow], arms: Sequence[Arm]) -> None:
         """Have caches and state reach as far as this step may write."""
@@ -188,7 +190,8 @@ class DeviceEngine:
         seconds, self._ended = step_seconds(step, numbers, results, self._ended)
         if len(step.rows) > 1 and isinstance(self.policy, JointPolicy):
             sessions = [row.policy for row in step.rows if row.policy is not None]
-            self.policy.learn_together(sessions, step.shape.num_positions, seconds.verify)
+            positions = len(step.rows) * (step.num_drafts + 1)
+            self.policy.learn_together(sessions, positions, seconds.verify)
         count, shares = len(step.rows), draft_shares(step.steps, seconds.draft)
         spare = seconds.draft if not any(shares) else 0.0  # nobody drafted: all is the target's
         for row, one, result, share in zip(step.rows, step.steps, results, shares, strict=True):

@@ -55,11 +55,6 @@ class Shape:
     lookups: tuple[DeviceLookup, ...]
     rules: Rules
 
-    @property
-    def num_positions(self) -> int:
-        """That the target's pass computes."""
-        return self.num_rows * (self.most_drafts + 1)
-
     def holds(self, other: "Shape") -> bool:
         """Whether a step of this shape can do what one of the other does."""
         return (

@@ -69,7 +69,7 @@ class StepSeconds:
 
 def row_results(step: QueuedStep, numbers: Sequence[int]) -> list[RowResult]:
     """Each row's numbers."""
-    size = NUM_FIELDS + step.shape.most_drafts + 1
+    size = NUM_FIELDS + step.num_drafts + 1
     return [RowResult(numbers[b * size : (b + 1) * size]) for b in range(len(step.rows))]
 
 

@@ -3,7 +3,6 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from decode.device.plan import Shape
 from decode.device.steps import Arrival
 from decode.native.static_cache import StaticRow
 from decode.noise import Noise
@@ -76,7 +75,7 @@ class QueuedStep:
 
     rows: list[DeviceRow]
     steps: list[RowStep]
-    shape: Shape
+    num_drafts: int  # K, columns of the draft
     continues: bool  # rows of the step before go on, so that time between the two is this one's
     read_ahead: bool  # a model read old tokens first
     arrival: Arrival

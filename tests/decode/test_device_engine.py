@@ -38,7 +38,7 @@ from decode.native import static_cache
 from decode.native.kernel_forward import KernelForward
 from decode.native.target import NativeTarget
 from decode.results import GenerationResult
-from decode.types import OFF, Choice, Policy, PolicySession, Request, StepRecord
+from decode.types import OFF, Choice, Policy, PolicySession, Request, Sharing, StepRecord
 from drafters.base import BuildContext, target_parts
 from drafters.composite import CompositeConfig
 from drafters.lm import LmConfig
@@ -105,6 +105,29 @@ class ArmsOfRow:
     def learn(self, record: StepRecord) -> None:
         self.learnt += 1
         self.policy.records.append(record)
+
+
+class JointArms(Arms):
+    """The same for all rows of a step at once; keeps how many there were, and the passes' sizes."""
+
+    def __init__(self, *arms: tuple[str, int]) -> None:
+        super().__init__(*arms, by_row=True)
+        self.together: list[tuple[int, Sharing]] = []
+        self.passes: list[tuple[int, int, float]] = []
+
+    def choose_together(
+        self,
+        sessions: Sequence[PolicySession],
+        offers: Sequence[Mapping[str, int]],
+        sharing: Sharing,
+    ) -> list[Choice]:
+        self.together.append((len(sessions), sharing))
+        return [one.choose(offered) for one, offered in zip(sessions, offers, strict=True)]
+
+    def learn_together(
+        self, sessions: Sequence[PolicySession], num_positions: int, seconds: float
+    ) -> None:
+        self.passes.append((len(sessions), num_positions, seconds))
 
 
 def pool(*names: str) -> dict[str, Any]:
@@ -315,6 +338,22 @@ def test_drawn_rows_of_a_batch_are_each_as_if_alone(target: NativeTarget) -> Non
         drafters, policy = pool("other", "ngram"), Arms(arm)
         alone = generate(target, drafters, policy, [prompt], 5, law, request_ids=[name])
         assert alone.token_ids[0] == found
+
+
+def test_rows_of_a_batch_are_weighed_together(target: NativeTarget) -> None:
+    """A row that drafts nothing pays for a pass as wide as that of the row that drafts most."""
+    policy = JointArms(("lm", 2), ("off", 0), ("lm", 4))
+    prompts = [[*PROMPT, number] for number in range(3)]
+    done = generate(target, pool("lm"), policy, prompts, 12)
+    assert done.token_ids == generate(target, {}, None, prompts, 12).token_ids
+    assert policy.together[0] == (3, Sharing(padded=True, drafts_together=True))
+    assert policy.passes[0][:2] == (3, 3 * 5)
+    assert all(rows > 1 and seconds > 0 for rows, _, seconds in policy.passes)
+    longest = max(len(records) for records in done.records)
+    assert len(policy.passes) == len(policy.together) < longest + 2
+    alone = JointArms(("lm", 2))
+    generate(target, pool("lm"), alone, PROMPT, 12)
+    assert not [*alone.together, *alone.passes]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="captured passes are not called again")

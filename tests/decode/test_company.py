@@ -1,0 +1,400 @@
+"""Bugs these tests would catch: rows that draft as if each were alone, and so slow each other down;
+rows that give up though drafting pays; padding priced as if it were free, or charged where nothing
+is padded; a row's sure drafts cut before another's doubtful ones; one hiccup, or the first pass of
+a size, believed for ever; a rest that never ends, or ends with every row; positions that are not
+those of the pass; a policy that is asked row by row though it weighs them, or weighs one alone.
+
+Worlds are seeded, and their passes take what `pass_seconds` says: hardly more for a few positions,
+as where weights are read, then in proportion.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeDrafter, FakeTarget, whole_prefix
+
+from decode import Sampling, SpeculativeDecoder
+from decode.clock import VirtualClock
+from decode.costs import Costs
+from decode.policies.base import off
+from decode.policies.company import (
+    AWAIT,
+    LONGEST_REST,
+    REASON,
+    Company,
+    Cuts,
+    PassSeconds,
+    Wish,
+    packed_cuts,
+    padded_cuts,
+)
+from decode.policies.named import policy_config
+from decode.types import (
+    MAX_DRAFT_TOKENS,
+    OFF,
+    Choice,
+    JointPolicy,
+    Policy,
+    PolicySession,
+    Request,
+    Sharing,
+    StepRecord,
+)
+
+PROFILE = {1: 1.0, 2: 1.01, 5: 1.04, 17: 1.16}
+PADDED, PACKED = Sharing(padded=True, drafts_together=True), Sharing(False, False)
+TEXT_TOKENS = 200
+
+
+def pass_seconds(positions: float) -> float:
+    return 1 + 0.01 * positions + 0.02 * max(positions - 40, 0)
+
+
+def wish(length: int, chance: float, price: float = 0.0) -> Wish:
+    """A draft whose every token is accepted by this chance, and takes so many seconds."""
+    survival = chance ** np.arange(1, MAX_DRAFT_TOKENS + 1)
+    tokens = np.append(1.0, 1 + survival.cumsum())
+    choice = Choice("d", length, "data") if length else off("cost")
+    return Wish(choice, tokens, price * np.arange(MAX_DRAFT_TOKENS + 1.0))
+
+
+WISHES = [wish(3, 0.9, 0.02), wish(0, 0.5), wish(4, 0.3, 0.02), wish(2, 0.6, 0.02)]
+
+# ------------------------------------------------------------------------------------------- passes
+
+
+def test_before_any_pass_the_profile_is_continued_in_a_line() -> None:
+    found = PassSeconds(PROFILE, 0.05)(np.array([1.0, 3.0, 17.0, 117.0]))
+    np.testing.assert_allclose(found, [1.0, 1.02, 1.16, 2.16])
+
+
+def test_a_profile_that_falls_is_taken_for_flat() -> None:
+    found = PassSeconds({1: 1.0, 17: 0.9}, 0.05)(np.array([17.0, 500.0]))
+    np.testing.assert_allclose(found, [0.9, 0.9])
+
+
+def test_passes_correct_their_size_and_those_between() -> None:
+    seconds = PassSeconds(PROFILE, 0.05)
+    for _ in range(3):
+        seconds.observe(64, 3.0)
+        seconds.observe(320, 12.0)
+    at_64, between, at_320, beyond = seconds(np.array([64.0, 150.0, 320.0, 640.0]))
+    np.testing.assert_allclose([at_64, at_320], [3.0, 12.0])
+    assert 4 < between < 8
+    assert 20 < beyond < 26
+
+
+def test_the_first_pass_of_a_size_is_not_learnt_from() -> None:
+    seconds = PassSeconds(PROFILE, 0.05)
+    before = seconds(np.array([64.0]))
+    seconds.observe(64, 90.0)
+    np.testing.assert_array_equal(seconds(np.array([64.0])), before)
+
+
+@pytest.mark.parametrize("odd", [1e9, float("inf"), float("nan"), 0.0, -1.0])
+def test_one_odd_pass_is_no_trend(odd: float) -> None:
+    seconds = PassSeconds(PROFILE, 0.05)
+    for spent in [2.0] * 20 + [odd]:
+        seconds.observe(64, spent)
+    assert 1.9 < float(seconds(np.array([64.0]))[0]) < 2.4
+
+
+# --------------------------------------------------------------------------------------------- cuts
+
+
+def test_padded_cuts_count_every_row_as_wide_as_the_widest() -> None:
+    cuts = padded_cuts(WISHES, PADDED)
+    assert cuts.positions.tolist() == [4, 8, 12, 16, 20]
+    assert [cuts.lengths(c).tolist() for c in range(5)] == [
+        [0, 0, 0, 0],
+        [1, 0, 1, 1],
+        [2, 0, 2, 2],
+        [3, 0, 3, 2],
+        [3, 0, 4, 2],
+    ]
+    np.testing.assert_allclose(cuts.tokens[[0, 1]], [4, 4 + 0.9 + 0.3 + 0.6])
+    np.testing.assert_allclose(cuts.draft_seconds, [0, 0.02, 0.04, 0.06, 0.08])
+    apart = padded_cuts(WISHES, replace(PADDED, drafts_together=False))
+    np.testing.assert_allclose(apart.draft_seconds, [0, 0.06, 0.12, 0.16, 0.18])
+
+
+def test_packed_cuts_take_the_likeliest_tokens_first() -> None:
+    cuts = packed_cuts(WISHES)
+    assert [cuts.lengths(c).tolist() for c in range(6)] == [
+        [0, 0, 0, 0],
+        [1, 0, 0, 0],  # 0.9
+        [2, 0, 0, 0],  # 0.81
+        [3, 0, 0, 0],  # 0.729
+        [3, 0, 0, 1],  # 0.6
+        [3, 0, 0, 2],  # 0.36
+    ]
+    np.testing.assert_array_equal(cuts.positions, 4 + np.arange(10))
+    np.testing.assert_allclose(cuts.draft_seconds, 0.02 * np.arange(10))
+
+
+def best_rate(cuts: Cuts, seconds: Callable[[np.ndarray], np.ndarray]) -> float:
+    return float((cuts.tokens / (seconds(cuts.positions) + cuts.draft_seconds)).max())
+
+
+@pytest.mark.parametrize("price", [0.001, 0.01, 0.05, 0.2, 1.0])
+def test_no_way_to_cut_packed_rows_is_better(price: float) -> None:
+    """All 60 tried."""
+    best = 0.0
+    for lengths in product(*(range(one.choice.num_draft_tokens + 1) for one in WISHES)):
+        pairs = list(zip(WISHES, lengths, strict=True))
+        tokens = sum(one.tokens[k] for one, k in pairs)
+        drafting = sum(one.draft_seconds[k] for one, k in pairs)
+        best = max(best, tokens / (1 + price * (4 + sum(lengths)) + drafting))
+    found = best_rate(packed_cuts(WISHES), lambda positions: 1 + price * positions)
+    assert found == pytest.approx(best)
+
+
+# ------------------------------------------------------------------------------------------ company
+
+
+def settled(price: float, sharing: Sharing, wishes: Sequence[Wish] = WISHES) -> list[int]:
+    company = Company(PassSeconds({1: 1 + price, 17: 1 + 17 * price}, 0.05), 8)
+    assert not company.rests(len(wishes))
+    return [choice.num_draft_tokens for choice in company.settle(wishes, sharing)]
+
+
+def test_the_dearer_a_position_the_less_is_drafted() -> None:
+    free = [wish(one.choice.num_draft_tokens, 0.1 + 0.2 * n) for n, one in enumerate(WISHES)]
+    assert settled(0.0, PADDED, free) == settled(0.0, PACKED, free) == [3, 0, 4, 2]
+    assert settled(10.0, PADDED, free) == settled(10.0, PACKED, free) == [0, 0, 0, 0]
+    some = [sum(settled(price, PADDED, free)) for price in (0.0, 0.05, 0.2, 10.0)]
+    assert some == sorted(some, reverse=True)
+    # One row that drafts well pays for its own positions, and not for those of the others.
+    one = [wish(2, 0.95), *[wish(2, 0.05)] * 7]
+    assert settled(0.3, PACKED, one) == [2, *[0] * 7]
+    assert settled(0.3, PADDED, one) == [0] * 8
+
+
+def test_a_choice_that_is_cut_says_so() -> None:
+    company = Company(PassSeconds({1: 1.2, 17: 1 + 17 * 0.2}, 0.05), 8)
+    choices = company.settle([wish(1, 0.9), wish(9, 0.6), wish(5, 0.01), wish(0, 0.5)], PACKED)
+    assert choices[0] == wish(1, 0.9).choice
+    assert choices[1].reason == REASON
+    assert 0 < choices[1].num_draft_tokens < 9
+    length = choices[1].num_draft_tokens
+    assert choices[1].expected_tokens == pytest.approx(sum(0.6**k for k in range(length + 1)))
+    assert (choices[2].drafter, choices[2].reason) == (OFF, REASON)
+    assert choices[3] == wish(0, 0.5).choice
+
+
+def test_where_nothing_pays_rows_rest_and_one_step_tries_again() -> None:
+    company, wishes = Company(PassSeconds({1: 1.0, 17: 17.0}, 0.05), 4), [wish(3, 0.4)] * 8
+    told = []
+    for _ in range(4 * (4 + 8 + 16 + 32 + 32) + 40):
+        if company.rests(8):
+            told.append("rest")
+            continue
+        choices = company.settle(wishes, PADDED)
+        told.append(choices[0].reason if choices[0].drafter != OFF else "off")
+    rests = "".join(word[0] for word in told).split("o")[1:]
+    first = [len(one) - AWAIT - 1 for one in rests[:6]]
+    assert first == [4, 8, 16, 32, 32, 32] == [min(4 * 2**n, 4 * LONGEST_REST) for n in range(6)]
+    assert all(one.endswith("p" + "r" * AWAIT) for one in rests[:6])
+
+
+def test_a_rest_ends_where_rows_are_half_or_twice_as_many() -> None:
+    company, wishes = Company(PassSeconds({1: 1.0, 17: 17.0}, 0.05), 50), [wish(3, 0.4)] * 8
+    assert not company.rests(8)
+    company.settle(wishes, PADDED)
+    assert [company.rests(n) for n in (8, 9, 15, 8)] == [True, True, True, True]
+    assert [company.rests(n) for n in (7, 16)] == [False, False]
+
+
+def test_without_probes_nobody_rests() -> None:
+    company, wishes = Company(PassSeconds({1: 1.0, 17: 17.0}, 0.05), 0), [wish(3, 0.4)] * 8
+    for _ in range(60):
+        assert not company.rests(8)
+        assert all(choice.drafter == OFF for choice in company.settle(wishes, PADDED))
+
+
+# -------------------------------------------------------------------------------------------- world
+
+
+@dataclass
+class Crowd:
+    """Texts that are decoded so many at a time; rows differ in what is accepted."""
+
+    num_rows: int
+    sharing: Sharing
+    seed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    widest: list[int] = field(default_factory=list)
+
+    def run(self, choose: Callable[[list[Any]], list[Choice]], policy: Policy | None) -> float:
+        """Tokens per second of three texts a row."""
+        random = np.random.default_rng(self.seed)
+        waiting = [(str(n), random.beta(3, 4)) for n in range(3 * self.num_rows)]
+        rows: list[dict[str, Any]] = []
+        while waiting or rows:
+            while waiting and len(rows) < self.num_rows:
+                name, chance = waiting.pop()
+                request = Request(name, 20, TEXT_TOKENS, Sampling(), None)
+                session = None if policy is None else policy.open(request)
+                rows.append({"session": session, "chance": chance, "left": TEXT_TOKENS})
+            self._step(rows, choose([row["session"] for row in rows]), policy, random)
+            rows = [row for row in rows if row["left"] > 0]
+        return self.tokens / self.seconds
+
+    def _step(
+        self,
+        rows: list[dict[str, Any]],
+        choices: list[Choice],
+        policy: Policy | None,
+        random: np.random.Generator,
+    ) -> None:
+        widths = [choice.num_draft_tokens + 1 for choice in choices]
+        positions = len(rows) * max(widths) if self.sharing.padded else sum(widths)
+        seconds = pass_seconds(positions) * random.normal(1, 0.03)
+        self.seconds += seconds
+        self.widest.append(max(widths))
+        for row, choice in zip(rows, choices, strict=True):
+            k = choice.num_draft_tokens
+            accepted = int(np.cumprod(random.random(k) < row["chance"]).sum())
+            row["left"] -= accepted + 1
+            self.tokens += accepted + 1
+            if row["session"] is not None:
+                row["session"].learn(seen(choice, accepted, seconds / len(rows)))
+        if isinstance(policy, JointPolicy) and len(rows) > 1:
+            sessions = [row["session"] for row in rows]
+            policy.learn_together(sessions, positions, seconds)
+
+
+def seen(choice: Choice, accepted: int, seconds: float) -> StepRecord:
+    k, source = choice.num_draft_tokens, choice.drafter if choice.num_draft_tokens else ""
+    return StepRecord(
+        "r",
+        0,
+        20,
+        choice.drafter,
+        source,
+        k,
+        k,
+        accepted,
+        accepted + 1,
+        0.0,
+        seconds,
+        0.0,
+        "",
+        0,
+        0,
+    )
+
+
+def posterior() -> Any:
+    costs = Costs(
+        key="test",
+        verify_seconds={width: pass_seconds(width) for width in (1, 2, 5, 17)},
+        draft_seconds={"d": {1: 0.0, 16: 0.0}},
+        host_seconds=0.0,
+    )
+    return policy_config("posterior").build(costs, ["d"], 0)
+
+
+@pytest.mark.parametrize("sharing", [PADDED, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("num_rows", [2, 8, 24, 64])
+def test_together_rows_do_as_well_as_the_best_length_for_all(
+    num_rows: int, sharing: Sharing
+) -> None:
+    """As if alone, 64 rows make a seventh (padded) or a third of it."""
+
+    def fixed(k: int) -> float:
+        choice = Choice("d", k, "fixed") if k else off("fixed")
+        return Crowd(num_rows, sharing).run(lambda rows: [choice] * len(rows), None)
+
+    def together(rows: list[Any]) -> list[Choice]:
+        return policy.choose_together(rows, [{"d": 16}] * len(rows), sharing)
+
+    def alone(rows: list[Any]) -> list[Choice]:
+        return [row.choose({"d": 16}) for row in rows]
+
+    policy = posterior()
+    found, best = Crowd(num_rows, sharing).run(together, policy), max(map(fixed, range(9)))
+    assert found > 0.93 * best
+    if num_rows >= 24:
+        assert Crowd(num_rows, sharing).run(alone, posterior()) < 0.6 * found
+
+
+def test_rows_without_a_belief_choose_for_themselves() -> None:
+    config = replace(policy_config("thompson"), structured=False)
+    policy = config.build(posterior().prices.costs, ["d"], 0)
+    sessions = [policy.open(Request(n, 20, 50, Sampling(), None)) for n in "ab"]
+    choices = policy.choose_together(sessions, [{"d": 4}] * 2, PADDED)
+    assert [choice.reason for choice in choices] == ["explore", "explore"]
+    policy.learn_together(sessions, 4, 1.0)
+
+
+# -------------------------------------------------------------------------------------------- loops
+
+
+class Asked:
+    """Drafts as many tokens as the row's number; keeps what it was asked and told."""
+
+    def __init__(self) -> None:
+        self.alone = 0
+        self.together: list[tuple[int, Sharing]] = []
+        self.passes: list[tuple[int, int]] = []
+        self.opened = 0
+
+    def open(self, request: Request) -> PolicySession:
+        self.opened += 1
+        return AskedRow(self, self.opened)
+
+    def choose_together(
+        self,
+        sessions: Sequence[PolicySession],
+        offers: Sequence[Mapping[str, int]],
+        sharing: Sharing,
+    ) -> list[Choice]:
+        self.together.append((len(sessions), sharing))
+        return [row.arm(offered) for row, offered in zip(sessions, offers, strict=True)]  # type: ignore[attr-defined]
+
+    def learn_together(
+        self, sessions: Sequence[PolicySession], num_positions: int, seconds: float
+    ) -> None:
+        self.passes.append((len(sessions), num_positions))
+        assert seconds > 0
+
+
+class AskedRow:
+    def __init__(self, policy: Asked, number: int) -> None:
+        self.policy, self.number = policy, number
+        self.records: list[StepRecord] = []
+
+    def arm(self, offers: Mapping[str, int]) -> Choice:
+        k = min(self.number, offers.get("d", 0))
+        return Choice("d", k, "asked") if k else off("nothing offered")
+
+    def choose(self, offers: Mapping[str, int]) -> Choice:
+        self.policy.alone += 1
+        return self.arm(offers)
+
+    def learn(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_the_loop_asks_for_all_rows_and_says_what_the_pass_held(packs: bool) -> None:
+    law = whole_prefix(12, 2.0)
+    target, policy = FakeTarget(law, 12), Asked()
+    target.packs = packs  # type: ignore[attr-defined]
+    decoder = SpeculativeDecoder(target, {"d": FakeDrafter(law)}, policy, clock=VirtualClock())
+    done = decoder.generate([[1, 2], [1, 3], [1, 4]], 9)
+    assert policy.together[0] == (3, Sharing(padded=not packs, drafts_together=False))
+    widths = [1 + records[0].num_drafted for records in done.records]
+    assert widths == [2, 3, 4]
+    assert policy.passes[0] == (3, sum(widths) if packs else 3 * max(widths))
+    many = max(len(records) for records in done.records)
+    assert len(policy.passes) == len(policy.together) == many - policy.alone
+    assert policy.alone  # the last row of all ends alone
+    plain = SpeculativeDecoder(FakeTarget(law, 12), clock=VirtualClock())
+    assert done.token_ids == plain.generate([[1, 2], [1, 3], [1, 4]], 9).token_ids
