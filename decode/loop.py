@@ -76,7 +76,7 @@ class Loop:
         self.policy = policy
         self.verifier = verifier
         self.coupling = coupling
-        self.sharing = Sharing(padded=not getattr(target, "packs", False), drafts_together=False)
+        self.sharing: Sharing | None = getattr(target, "sharing", None)
         self.watch = Stopwatch(clock, target.device)
         self.host_seconds = 0.0  # since the last record was written
         self.verify_seconds = 0.0
@@ -186,12 +186,17 @@ class Loop:
             row.records.append(record)
             if row.policy is not None:
                 row.policy.learn(record)
-        if len(rows) > 1 and isinstance(self.policy, JointPolicy):
-            widths = [1 + len(proposal.token_ids) for proposal in proposals]
-            positions = len(rows) * max(widths) if self.sharing.padded else sum(widths)
-            sessions = [row.policy for row in rows if row.policy is not None]
-            self.policy.learn_together(sessions, positions, self.verify_seconds)
+        self._learn_pass(rows, proposals)
         self.host_seconds = self.watch.lap()  # learning is paid for by the next step
+
+    def _learn_pass(self, rows: Sequence[Row], proposals: Sequence[DraftProposal]) -> None:
+        """Tell a policy that weighs rows what the pass took that they shared."""
+        if self.sharing is None or len(rows) < 2 or not isinstance(self.policy, JointPolicy):
+            return
+        widths = [1 + len(proposal.token_ids) for proposal in proposals]
+        positions = len(rows) * max(widths) if self.sharing.padded else sum(widths)
+        sessions = [row.policy for row in rows if row.policy is not None]
+        self.policy.learn_together(sessions, positions, self.verify_seconds)
 
     @torch.inference_mode()
     def open(self, request: Request, prompt: Sequence[int], stopper: Stopper, noise: Noise) -> Row:
@@ -245,11 +250,11 @@ def chosen(
     sessions: Sequence[PolicySession | None],
     offers: Sequence[Mapping[str, int]],
     pool: Pool,
-    sharing: Sharing,
+    sharing: Sharing | None,
 ) -> list[Choice]:
     """An arm for each row of a step; plain decoding where there is no policy, or nothing on offer.
 
-    Several rows are weighed against each other where the policy can.
+    Rows that share a pass are weighed against each other where the policy can.
     """
     choices = [PLAIN] * len(sessions)
     asked = [
@@ -257,7 +262,7 @@ def chosen(
         for b, (session, offered) in enumerate(zip(sessions, offers, strict=True))
         if session is not None and offered
     ]
-    if len(asked) > 1 and isinstance(policy, JointPolicy):
+    if sharing is not None and len(asked) > 1 and isinstance(policy, JointPolicy):
         _, some, theirs = zip(*asked, strict=True)
         found = policy.choose_together(some, theirs, sharing)
     else:

@@ -267,6 +267,14 @@ class PolicySession(Protocol):
         """Take in what happened, rejections included."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What rows that are decoded side by side share; a target whose rows do has it as `sharing`."""
+
+    padded: bool  # the target's pass computes each row as wide as the widest; else what is drafted
+    drafts_together: bool  # a model drafts for all rows at once; else for one after another
+
+
 @runtime_checkable
 class Policy(Protocol):
     """Chooses an arm (drafter, K) or OFF for every step; memory across rows is its own affair."""
@@ -275,17 +283,9 @@ class Policy(Protocol):
         """A fresh row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """What the rows of a step share."""
-
-    padded: bool  # the target's pass computes each row as wide as the widest; else what is drafted
-    drafts_together: bool  # a model drafts for all rows at once; else for one after another
-
-
 @runtime_checkable
 class JointPolicy(Policy, Protocol):
-    """A policy that weighs rows against each other where several are decoded side by side."""
+    """A policy that weighs rows against each other where they share a pass of the target."""
 
     def choose_together(
         self,

@@ -16,7 +16,7 @@ from decode.clock import Clock
 from decode.device.arms import Arm, choose_arms
 from decode.device.members import Members
 from decode.device.parts import DeviceParts
-from decode.device.plan import RowPlan, Rules, Shape
+from decode.device.plan import CATCH_UPS, RowPlan, Rules, Shape
 from decode.device.records import RowResult, draft_shares, make_record, row_results, step_seconds
 from decode.device.rows import DeviceRow, QueuedStep, RowStep
 from decode.device.shared import shared_steps
@@ -32,7 +32,6 @@ from kernels.step_state import READING
 
 MOST_ROWS = BATCHES[-1]
 NUM_DRAFTS = [width - 1 for width in WIDTHS if width <= MAX_DRAFT_TOKENS + 1]
-CATCH_UPS = (2, 8, 32)  # tokens of a model's first pass; the largest holds two whole steps
 
 
 class DeviceEngine:

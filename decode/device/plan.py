@@ -16,6 +16,7 @@ from kernels.step_state import Asked
 LAW = ("temperature", "top_p", "min_p", "repetition_penalty")  # float64; top_k is a whole number
 WHOLE = ("slots", "there", "limits", "lookups", "models", "model_slots", "read", "top_k")
 NO_KEY: Key = (0, 0)
+CATCH_UPS = (2, 8, 32)  # tokens of a model's first pass; the largest holds two whole steps
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode.device.parts import DeviceModel
-from decode.device.plan import Plan, RowPlan, Shape
+from decode.device.plan import CATCH_UPS, Plan, RowPlan, Shape
 from decode.device.state import DeviceState
 from decode.device.step import DeviceStep
 from decode.native.graphs import Graphs
@@ -109,10 +109,14 @@ class Steps:
 
 
 def _near(one: Shape, wanted: Shape) -> bool:
-    """Whether a step of this shape, which holds the other, takes hardly longer."""
+    """Whether a step of this shape, which holds the other, takes hardly longer.
+
+    A model that drafts in every step has as little to read each time; what it missed otherwise is
+    read now and then, and not worth a graph of its own.
+    """
     return (
         one.model == wanted.model
-        and one.catch_up == wanted.catch_up
+        and (one.catch_up == wanted.catch_up or wanted.catch_up > CATCH_UPS[0])
         and one.model_drafts <= wanted.model_drafts + SPARE
         and one.most_drafts <= 2 * wanted.most_drafts + 2
     )

@@ -13,10 +13,10 @@ from statistics import median
 import torch
 
 from decode.clock import Clock
-from decode.device.engine import CATCH_UPS, NUM_DRAFTS
+from decode.device.engine import NUM_DRAFTS
 from decode.device.members import Members
 from decode.device.parts import DeviceParts
-from decode.device.plan import RowPlan, Rules, Shape
+from decode.device.plan import CATCH_UPS, RowPlan, Rules, Shape
 from decode.device.shared import shared_steps
 from decode.device.state import DONE, DRAFTED, NANO, START
 from decode.device.steps import Arrival

@@ -20,7 +20,7 @@ from decode.targets.choices import EXACTNESS
 from decode.targets.loading import load_causal_lm, load_tokenizer
 from decode.targets.moving import moved
 from decode.targets.transformers import eos_token_ids
-from decode.types import TargetSession
+from decode.types import Sharing, TargetSession
 
 if TYPE_CHECKING:
     from decode.native.kernel_forward import KernelForward
@@ -135,9 +135,9 @@ class NativeTarget:
             self._forward([_row(session)], [chunk], with_logits=False)
 
     @property
-    def packs(self) -> bool:
-        """Whether a pass computes the tokens it is given and no padding."""
-        return not self._kernels
+    def sharing(self) -> Sharing:
+        """What rows share in score(): captured passes have every row as wide as the widest."""
+        return Sharing(padded=self._kernels, drafts_together=False)
 
     @torch.inference_mode()
     def score(

@@ -382,19 +382,33 @@ class AskedRow:
         self.records.append(record)
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_the_loop_asks_for_all_rows_and_says_what_the_pass_held(packs: bool) -> None:
+PROMPTS = [[1, 2], [1, 3], [1, 4]]
+
+
+def asked(sharing: Sharing | None) -> tuple[Asked, list[list[StepRecord]]]:
+    """What the loop asks over a target whose rows share that; the text is the target's."""
     law = whole_prefix(12, 2.0)
     target, policy = FakeTarget(law, 12), Asked()
-    target.packs = packs  # type: ignore[attr-defined]
+    target.sharing = sharing  # type: ignore[attr-defined]
     decoder = SpeculativeDecoder(target, {"d": FakeDrafter(law)}, policy, clock=VirtualClock())
-    done = decoder.generate([[1, 2], [1, 3], [1, 4]], 9)
-    assert policy.together[0] == (3, Sharing(padded=not packs, drafts_together=False))
-    widths = [1 + records[0].num_drafted for records in done.records]
-    assert widths == [2, 3, 4]
-    assert policy.passes[0] == (3, sum(widths) if packs else 3 * max(widths))
-    many = max(len(records) for records in done.records)
-    assert len(policy.passes) == len(policy.together) == many - policy.alone
-    assert policy.alone  # the last row of all ends alone
+    done = decoder.generate(PROMPTS, 9)
     plain = SpeculativeDecoder(FakeTarget(law, 12), clock=VirtualClock())
-    assert done.token_ids == plain.generate([[1, 2], [1, 3], [1, 4]], 9).token_ids
+    assert done.token_ids == plain.generate(PROMPTS, 9).token_ids
+    return policy, done.records
+
+
+@pytest.mark.parametrize("sharing", [PADDED, PACKED], ids=["padded", "packed"])
+def test_the_loop_asks_for_all_rows_and_says_what_the_pass_held(sharing: Sharing) -> None:
+    policy, records = asked(sharing)
+    assert policy.together[0] == (3, sharing)
+    widths = [1 + row[0].num_drafted for row in records]
+    assert widths == [2, 3, 4]
+    assert policy.passes[0] == (3, 3 * max(widths) if sharing.padded else sum(widths))
+    assert policy.alone  # the last row of all ends alone
+    assert len(policy.passes) == len(policy.together) == len(max(records, key=len)) - policy.alone
+
+
+def test_rows_that_share_no_pass_choose_for_themselves() -> None:
+    policy, records = asked(None)
+    assert not [*policy.together, *policy.passes]
+    assert policy.alone == sum(map(len, records))

@@ -33,6 +33,7 @@ from decode import Sampling, SpeculativeDecoder
 from decode.device import engine as device_engine
 from decode.device import steps
 from decode.device.engine import DeviceEngine
+from decode.device.plan import CATCH_UPS
 from decode.loop import Loop
 from decode.native import static_cache
 from decode.native.kernel_forward import KernelForward
@@ -605,20 +606,23 @@ def test_a_shape_is_captured_once_it_has_been_wanted_often(
     assert isinstance(engine, DeviceEngine)
     decoder.generate(PROMPT, 9)
     shapes = engine.steps.by_shape
-    known = max(shapes, key=lambda shape: (shape.model_drafts, shape.catch_up))
-    less = next(unread for unread in device_engine.CATCH_UPS if unread < known.catch_up)
+    some = max(shapes, key=lambda shape: (shape.model_drafts, shape.catch_up))
+    known = replace(some, catch_up=CATCH_UPS[-1])
+    shapes[known] = shapes[some]
     captured = {known}
     monkeypatch.setattr(engine.steps.graphs, "captured", lambda shape: shape in captured)
     smaller = replace(known, model_drafts=2)
     fitting = engine.steps.fitting
     assert [fitting(smaller, ending=False) for _ in range(3)] == [known, known, smaller]
     assert fitting(smaller, ending=True) == known
+    missed = replace(known, catch_up=CATCH_UPS[1])
+    assert [fitting(missed, ending=False) for _ in range(3)] == [known, known, missed]
     captured.add(smaller)
     assert fitting(smaller, ending=False) == smaller
     far = [
         replace(known, model=None, model_drafts=0, catch_up=0),  # the model would be in the way
         replace(known, most_drafts=0, model_drafts=0),
-        replace(known, catch_up=less),  # every step of a fixed arm would read too much
+        replace(known, catch_up=CATCH_UPS[0]),  # every step of a fixed arm would read too much
         replace(known, model_drafts=known.model_drafts + 1),  # is not held
     ]
     assert [fitting(shape, ending=False) for shape in far] == far
