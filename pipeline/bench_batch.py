@@ -1,12 +1,14 @@
 """Suite batch: the same requests one by one and side by side, prompts of unequal length.
 
 All requests are handed over at once and decoded so many at a time, the next one joining where one
-has ended. Tokens per second are of all texts, over the whole call less the seconds that reading
-prompts took. A text must be the one that it is alone.
+has ended. At each batch size arms take turns in every round. Tokens per second are of all texts,
+over the whole calls less the seconds that reading prompts took. A text must be the one that it is
+alone.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from decode import SpeculativeDecoder
@@ -26,6 +28,7 @@ def batch_suite(
     prompts: Sequence[list[int]],
     batch_sizes: Sequence[int],
     max_new_tokens: int,
+    rounds: int,
     clock: Clock,
     gap: Callable[[list[int]], float],  # between the two best logits after these tokens
 ) -> dict[str, Any]:
@@ -33,24 +36,29 @@ def batch_suite(
     rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
     texts: dict[tuple[str, int], list[list[int]]] = {}
-    with progress("batch", len(makers) * len(batch_sizes), "sizes") as meter:
+    with progress("batch", len(makers) * len(batch_sizes) * rounds, "calls") as meter:
         for size in batch_sizes:
-            for name, make in makers.items():
-                try:
-                    row, written = _one(make(size), prompts, size, max_new_tokens, clock)
-                except Exception as error:
-                    failures[f"{name}, {size} rows"] = f"{type(error).__name__}: {error}"
-                    log.warning("%s with %d rows failed and is left out: %s", name, size, error)
-                else:
-                    rows.append({"arm": name, **row})
-                    texts[name, size] = written
-                meter.advance()
+            runs = {name: _Run(partial(make, size), prompts, size) for name, make in makers.items()}
+            for turn in range(rounds):
+                for name in _rotated(list(makers), turn):
+                    if f"{name}, {size} rows" not in failures:
+                        try:
+                            runs[name].go_on(max_new_tokens, clock)
+                        except Exception as error:
+                            failures[f"{name}, {size} rows"] = f"{type(error).__name__}: {error}"
+                            log.warning("%s with %d rows failed: %s", name, size, error)
+                    meter.advance()
+            for name, run in runs.items():
+                if f"{name}, {size} rows" not in failures:
+                    rows.append({"arm": name, **run.row()})
+                    texts[name, size] = run.texts
     for row in rows:
         _compare(row, rows, texts, batch_sizes[0])
     return {
         "rows": rows,
         "differences": differences(texts, prompts, batch_sizes[0], gap),
         "prompt_lengths": [len(prompt) for prompt in prompts],
+        "rounds": rounds,
         "failures": failures,
         "metrics": {
             **{f"{row['arm']}/{row['batch']}": row["tokens_per_second"] for row in rows},
@@ -64,30 +72,48 @@ def batch_suite(
     }
 
 
-def _one(
-    decoder: SpeculativeDecoder,
-    prompts: Sequence[list[int]],
-    size: int,
-    max_new_tokens: int,
-    clock: Clock,
-) -> tuple[dict[str, Any], list[list[int]]]:
-    decoder.generate(list(prompts[:size]), min(WARM_UP_TOKENS, max_new_tokens))
-    start = clock.now()
-    done = decoder.generate(list(prompts), max_new_tokens)
-    spent = clock.now() - start
-    if decoder.pool.dropped:
-        raise ValueError(f"a drafter failed: {decoder.pool.dropped}")
-    prefill = sum(metrics.prefill_seconds for metrics in done.metrics)
-    tokens = sum(len(ids) for ids in done.token_ids)
-    row = {
-        "batch": size,
-        "num_texts": len(prompts),
-        "num_tokens": tokens,
-        "seconds": spent - prefill,
-        "prefill_seconds": prefill,
-        "tokens_per_second": ratio(tokens, spent - prefill),
-    }
-    return row, done.token_ids
+def _rotated(names: list[str], turn: int) -> list[str]:
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
+class _Run:
+    """One arm at one batch size, over its rounds."""
+
+    def __init__(
+        self, make: Callable[[], SpeculativeDecoder], prompts: Sequence[list[int]], size: int
+    ) -> None:
+        self.make, self.prompts, self.size = make, prompts, size
+        self.decoder: SpeculativeDecoder | None = None
+        self.texts: list[list[int]] = []  # of the last round
+        self.tokens, self.seconds, self.prefill = 0, 0.0, 0.0
+
+    def go_on(self, max_new_tokens: int, clock: Clock) -> None:
+        """One more round, after a warm-up before the first."""
+        if self.decoder is None:
+            self.decoder = self.make()
+            warm_up = min(WARM_UP_TOKENS, max_new_tokens)
+            self.decoder.generate(list(self.prompts[: self.size]), warm_up)
+        start = clock.now()
+        done = self.decoder.generate(list(self.prompts), max_new_tokens)
+        spent = clock.now() - start
+        if self.decoder.pool.dropped:
+            raise ValueError(f"a drafter failed: {self.decoder.pool.dropped}")
+        prefill = sum(metrics.prefill_seconds for metrics in done.metrics)
+        self.texts = done.token_ids
+        self.tokens += sum(len(ids) for ids in done.token_ids)
+        self.seconds += spent - prefill
+        self.prefill += prefill
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "batch": self.size,
+            "num_texts": len(self.prompts),
+            "num_tokens": self.tokens,
+            "seconds": self.seconds,
+            "prefill_seconds": self.prefill,
+            "tokens_per_second": ratio(self.tokens, self.seconds),
+        }
 
 
 def _compare(

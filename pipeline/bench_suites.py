@@ -100,7 +100,7 @@ def batch(parts: Parts, asked: "Benchmark") -> dict[str, Any]:
     sizes = sorted(asked.batch_sizes)
     gap = partial(top_two_gap, target)
     most = asked.max_new_tokens["batch"]
-    return batch_suite(makers, prompts, sizes, most, parts.clock, gap)
+    return batch_suite(makers, prompts, sizes, most, asked.batch_rounds, parts.clock, gap)
 
 
 def forward(config: TargetConfig, device: str, asked: "Benchmark") -> dict[str, Any]:

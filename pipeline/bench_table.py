@@ -19,6 +19,7 @@ from typing import Any
 
 from pipeline.plots import draw_decode
 from pipeline.scores import ALL
+from pipeline.wallclock import PLAIN
 
 OURS = "ours"
 LENGTH = ", K="  # between a drafter's name and its K
@@ -77,24 +78,28 @@ def shown(rows: Sequence[Mapping[str, Any]], every: bool) -> list[str]:
 
 
 def batch_table(content: Mapping[str, Any], every: bool) -> list[str]:
-    """One line a way: tokens a second by batch size, over one by one, and equal texts."""
+    """One line a way: tokens a second by batch size, over plain decoding there (that one over
+    its smallest batch), and equal texts.
+    """
     rows = content["rows"]
     sizes = sorted({row["batch"] for row in rows})
+
+    def cell(row: Mapping[str, Any]) -> str:
+        over, of = (
+            ("over_alone", f" of batch {sizes[0]}") if row["arm"] == PLAIN else ("over_plain", "")
+        )
+        return f"{_number(row['tokens_per_second'], 0)} ({_number(row[over], 2)}x{of})"
+
     lines = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         own = {row["batch"]: row for row in rows if row["arm"] == arm}
-        cells = [
-            f"{_number(own[size]['tokens_per_second'], 0)} ({_number(own[size]['over_alone'], 2)}x)"
-            if size in own
-            else "-"
-            for size in sizes
-        ]
+        cells = [cell(own[size]) if size in own else "-" for size in sizes]
         known = [row for row in own.values() if row["equal_to_alone"] is not None]
         equal = sum(row["equal_to_alone"] for row in known)
         lines.append([arm, *cells, f"{equal} of {sum(row['num_texts'] for row in known)}"])
     lengths = content["prompt_lengths"]
     told = f"{len(lengths)} requests, prompts of {min(lengths)} to {max(lengths)} tokens."
-    heads = [f"batch {size}, tok/s (over batch {sizes[0]})" for size in sizes]
+    heads = [f"batch {size}, tok/s (over plain)" for size in sizes]
     return [*table(["way", *heads, "texts equal to those alone"], lines), "", told]
 
 

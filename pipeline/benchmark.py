@@ -48,6 +48,7 @@ class Benchmark(Stage):
     peers: list[str]
     assistant: str | None
     batch_sizes: list[int]
+    batch_rounds: int
     rounds: int
     context_tokens: int
     publish: str | None

@@ -36,6 +36,7 @@ def suite(name: str, **changes: Any) -> Benchmark:
         "peers": [],
         "assistant": None,
         "batch_sizes": [1, 2],
+        "batch_rounds": 1,
         "rounds": 2,
         "context_tokens": 20,
         "publish": None,

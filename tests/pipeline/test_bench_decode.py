@@ -201,10 +201,10 @@ def test_batches_are_held_against_one_by_one() -> None:
         "spoiled, K=3": lambda size: Decoder(size, clock, True),
         "refused, K=3": refused,
     }
-    content = batch_suite(makers, prompts, [1, 2], 20, clock, lambda ids: float(sum(ids)))
+    content = batch_suite(makers, prompts, [1, 2], 20, 2, clock, lambda ids: float(sum(ids)))
     rows = {(row["arm"], row["batch"]): row for row in content["rows"]}
     assert len(rows) == 4
-    assert rows[PLAIN, 2]["seconds"] == 1.0
+    assert rows[PLAIN, 2]["seconds"] == 2.0  # of both rounds
     assert rows[PLAIN, 2]["tokens_per_second"] == 6.0
     assert [rows[key]["equal_to_alone"] for key in rows] == [3, 3, 3, 2]
     assert rows["spoiled, K=3", 2]["equal_to_plain"] == 2
@@ -316,16 +316,20 @@ def test_batches_run_through_the_stage(tmp_path: Path, on_benches: bool) -> None
     groups = {"target": tiny_config(folder), "pool": Pool(entries=LOOKUP), "bench": bench}
     rows = [prompt(n, "code", words=3 + n) for n in range(5)]
     inputs = {} if on_benches else {"data": write_prompts(tmp_path / "data", {"test": rows})}
-    stage = suite("batch", batch_sizes=[1, 3])
+    stage = suite("batch", batch_sizes=[1, 3], policies=["posterior"])
     metrics = stage.run(workspace(groups, inputs, tmp_path / "out"))
     assert (metrics["num_different"], metrics["num_failed"]) == (0, 0)
     content = json.loads((tmp_path / "out" / "batch.json").read_text())
     assert [(row["arm"], row["batch"]) for row in content["rows"]] == [
-        (name, size) for size in (1, 3) for name in (PLAIN, "ngram, K=3")
+        (name, size) for size in (1, 3) for name in (PLAIN, "ngram, K=3", "policy posterior")
     ]
     assert len(set(content["prompt_lengths"])) > 1
     assert all(row["num_texts"] == 3 == row["equal_to_plain"] for row in content["rows"])
-    assert "texts equal to those alone" in rendered(content)
+    line = next(line for line in rendered(content).splitlines() if line.startswith("| plain"))
+    assert "(1.00x of batch 1) |" in line
+    assert line.endswith("| 6 of 6 |")
+    policy = next(row for row in content["rows"] if row["arm"] == "policy posterior")
+    assert f"({policy['over_plain']:.2f}x) |" in rendered(content)
 
 
 def test_the_forward_suite_runs_on_a_cpu(tmp_path: Path) -> None:
