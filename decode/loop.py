@@ -77,6 +77,7 @@ class Loop:
         self.verifier = verifier
         self.coupling = coupling
         self.sharing: Sharing | None = getattr(target, "sharing", None)
+        self.joint = policy if isinstance(policy, JointPolicy) else None
         self.watch = Stopwatch(clock, target.device)
         self.host_seconds = 0.0  # since the last record was written
         self.verify_seconds = 0.0
@@ -100,7 +101,7 @@ class Loop:
         self.watch.start()
         offers = [self._offers(row) for row in rows]
         sessions = [row.policy for row in rows]
-        choices = chosen(self.policy, sessions, offers, self.pool, self.sharing)
+        choices = chosen(self.joint, self.sharing, sessions, offers, self.pool)
         self.host_seconds += self.watch.lap()
         return choices
 
@@ -191,12 +192,12 @@ class Loop:
 
     def _learn_pass(self, rows: Sequence[Row], proposals: Sequence[DraftProposal]) -> None:
         """Tell a policy that weighs rows what the pass took that they shared."""
-        if self.sharing is None or len(rows) < 2 or not isinstance(self.policy, JointPolicy):
+        if self.joint is None or self.sharing is None or len(rows) < 2:
             return
         widths = [1 + len(proposal.token_ids) for proposal in proposals]
         positions = len(rows) * max(widths) if self.sharing.padded else sum(widths)
         sessions = [row.policy for row in rows if row.policy is not None]
-        self.policy.learn_together(sessions, positions, self.verify_seconds)
+        self.joint.learn_together(sessions, positions, self.verify_seconds)
 
     @torch.inference_mode()
     def open(self, request: Request, prompt: Sequence[int], stopper: Stopper, noise: Noise) -> Row:
@@ -246,25 +247,22 @@ class Loop:
 
 
 def chosen(
-    policy: Policy | None,
+    joint: JointPolicy | None,  # the rows' policy, where it weighs rows against each other
+    sharing: Sharing | None,
     sessions: Sequence[PolicySession | None],
     offers: Sequence[Mapping[str, int]],
     pool: Pool,
-    sharing: Sharing | None,
 ) -> list[Choice]:
-    """An arm for each row of a step; plain decoding where there is no policy, or nothing on offer.
-
-    Rows that share a pass are weighed against each other where the policy can.
-    """
+    """An arm for each row of a step; plain decoding without a policy, or anything on offer."""
     choices = [PLAIN] * len(sessions)
     asked = [
         (b, session, offered)
         for b, (session, offered) in enumerate(zip(sessions, offers, strict=True))
         if session is not None and offered
     ]
-    if sharing is not None and len(asked) > 1 and isinstance(policy, JointPolicy):
+    if joint is not None and sharing is not None and len(asked) > 1:
         _, some, theirs = zip(*asked, strict=True)
-        found = policy.choose_together(some, theirs, sharing)
+        found = joint.choose_together(some, theirs, sharing)
     else:
         found = [session.choose(offered) for _, session, offered in asked]
     for (b, _, offered), choice in zip(asked, found, strict=True):

@@ -9,7 +9,7 @@ from decode.device.parts import DeviceLookup
 from decode.device.rows import DeviceRow
 from decode.loop import chosen
 from decode.pool import Pool
-from decode.types import MAX_DRAFT_TOKENS, OFF, Choice, Policy, Sharing
+from decode.types import MAX_DRAFT_TOKENS, OFF, Choice, JointPolicy, Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ SHARING = Sharing(padded=True, drafts_together=True)
 
 
 def choose_arms(
-    rows: Sequence[DeviceRow], policy: Policy | None, pool: Pool, members: Members
+    rows: Sequence[DeviceRow], joint: JointPolicy | None, pool: Pool, members: Members
 ) -> list[Arm]:
     """An arm for each row, with one model among them.
 
@@ -34,7 +34,7 @@ def choose_arms(
     have waited, the more they count.
     """
     offers = [_offers(row, pool, members) for row in rows]
-    choices = chosen(policy, [row.policy for row in rows], offers, pool, SHARING)
+    choices = chosen(joint, SHARING, [row.policy for row in rows], offers, pool)
     arms = [_arm(choice, members) for choice in choices]
     votes: Counter[int] = Counter()
     for row, arm in zip(rows, arms, strict=True):

@@ -51,6 +51,7 @@ class DeviceEngine:
     ) -> None:
         assert target.kernel_forward is not None
         self.target, self.pool, self.policy, self.parts = target, pool, policy, parts
+        self.joint = policy if isinstance(policy, JointPolicy) else None
         self.members = Members.of(parts)
         self.gumbel = coupling == "gumbel"
         self.forward = target.kernel_forward
@@ -98,7 +99,7 @@ class DeviceEngine:
             self._take_in(self._under_way.popleft())
 
     def _queue(self, rows: list[DeviceRow]) -> None:
-        arms = choose_arms(rows, self.policy, self.pool, self.members)
+        arms = choose_arms(rows, self.joint, self.pool, self.members)
         self._make_room(rows, arms)
         read_ahead = self._read_ahead(rows, arms)
         ending = all(row.most_draft_tokens < MAX_DRAFT_TOKENS for row in rows)
@@ -187,10 +188,10 @@ class DeviceEngine:
         numbers = step.arrival.wait()
         results = row_results(step, numbers)
         seconds, self._ended = step_seconds(step, numbers, results, self._ended)
-        if len(step.rows) > 1 and isinstance(self.policy, JointPolicy):
+        if len(step.rows) > 1 and self.joint is not None:
             sessions = [row.policy for row in step.rows if row.policy is not None]
             positions = len(step.rows) * (step.num_drafts + 1)
-            self.policy.learn_together(sessions, positions, seconds.verify)
+            self.joint.learn_together(sessions, positions, seconds.verify)
         count, shares = len(step.rows), draft_shares(step.steps, seconds.draft)
         spare = seconds.draft if not any(shares) else 0.0  # nobody drafted: all is the target's
         for row, one, result, share in zip(step.rows, step.steps, results, shares, strict=True):

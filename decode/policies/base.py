@@ -9,6 +9,8 @@ from typing import ClassVar
 from decode.costs import Costs
 from decode.types import MAX_DRAFT_TOKENS, OFF, Choice, Policy
 
+NOTHING_OFFERED = "nothing offered"  # why a row does not draft, though it would
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig(ABC):

@@ -2,19 +2,20 @@
 
 Alone a row asks what its draft adds to a pass that is bound by the weights it reads. Beside others
 the pass is bound by arithmetic, and every drafted token costs all rows time. So the rows' wishes
-are cut to the drafts that give most tokens a second together. What a pass takes is one row's
-profile, continued in a line over the positions of all rows, and corrected by every pass. (One
-length for all rows, by a model of the pass, is arXiv 2406.14066's; here rows keep their own.)
+are cut to the drafts that give most tokens a second together, by what passes have taken so far.
+(One length for all rows, by a model of the pass, is arXiv 2406.14066's; here rows keep their own,
+and the model learns from every pass.)
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decode.policies.base import off
+from decode.policies.base import NOTHING_OFFERED, off
 from decode.policies.belief import Floats
 from decode.policies.pricing import PLAUSIBLE
 from decode.types import Choice, Sharing
@@ -22,50 +23,51 @@ from decode.types import Choice, Sharing
 REASON = "company"  # of a choice that was cut, or given up, for the sake of all rows
 AWAIT = 2  # steps until what a probe has shown is known; on the device that is one later
 LONGEST_REST = 8  # times the first
-SIZES_AN_OCTAVE = 4  # of passes that are told apart
+PLAIN_PASSES = 3  # without drafts, before the first of about so many rows with them
+NOISE = 0.1  # of a pass's seconds, as a share
+SPREAD = (0.5, 0.1, 0.1)  # of the terms before any pass, in passes over one token
+LEAST = 0.1  # of the profile's pass over one token: no pass takes less
 
 Lengths = NDArray[np.intp]
 
 
 class PassSeconds:
-    """Seconds of a target's pass by the positions that it computes for all rows."""
+    """Seconds of the target's pass: so many, so many a row and so many a drafted token.
+
+    The three are a Gaussian belief, begun at the profile of one row and corrected by every pass.
+    Before each it is worth a little less, down to what it was worth at first: so it follows a
+    machine that changes, and what passes do not show stays as it was.
+    """
 
     def __init__(self, profile: Mapping[int, float], memory: float) -> None:
-        self._sizes = np.array(sorted(profile), dtype=float)
-        self._seconds = np.array([profile[size] for size in sorted(profile)])
-        rise = self._seconds[-1] - self._seconds[0]
-        self._slope = max(rise / max(self._sizes[-1] - self._sizes[0], 1), 0.0)
-        self._memory = memory  # weight of a pass in the correction of its size
-        # By size, on a scale of logarithms: what passes took over what the profile says, and how
-        # many of them were counted.
-        self._ratio = {_size(size): 1.0 for size in self._sizes}
-        self._counted = dict.fromkeys(self._ratio, 0)
+        first, last = min(profile), max(profile)
+        self._unit = profile[first]  # seconds; all else is in passes over one token
+        slope = max(profile[last] / self._unit - 1, 0.0) / max(last - first, 1)
+        self._memory = memory
+        self._terms: Floats = np.array([1 - slope, slope, slope])
+        self._first: Floats = np.diag(1 / np.square(SPREAD))  # [3, 3] precision
+        self._precision = self._first
 
-    def __call__(self, positions: Floats) -> Floats:
-        """Of passes over so many; between sizes that were seen, corrected by both."""
-        known = sorted(self._ratio)
-        ratios = [self._ratio[size] for size in known]
-        correction = np.interp(SIZES_AN_OCTAVE * np.log2(positions), known, ratios)
-        return self._profiled(positions) * correction
+    def __call__(self, num_rows: int, drafted: Floats) -> Floats:
+        """Of passes that compute so many drafted tokens in all rows, padding among them."""
+        fixed, row, token = self._terms
+        passes = fixed + num_rows * max(row, 0.0) + drafted * max(token, 0.0)
+        return self._unit * np.maximum(passes, LEAST)
 
-    def observe(self, positions: int, seconds: float) -> None:
-        """Take in a pass; the first of a size warms it up and does not count."""
-        size, exact = _size(positions), np.array([float(positions)])
-        counted = self._counted[size] = self._counted.get(size, -1) + 1
-        if counted == 0 or not (math.isfinite(seconds) and seconds > 0):
+    def observe(self, num_rows: int, drafted: int, seconds: float) -> None:
+        """Take in a pass; one that took far more or less than was believed only goes a part of
+        the way.
+        """
+        believed = float(self(num_rows, np.array([drafted]))[0])
+        if not math.isfinite(seconds):
             return
-        profiled, believed = float(self._profiled(exact)[0]), float(self(exact)[0])
         seconds = min(max(seconds, believed / PLAUSIBLE), believed * PLAUSIBLE)
-        ratio = self._ratio.get(size, believed / profiled)
-        self._ratio[size] = ratio + max(1 / counted, self._memory) * (seconds / profiled - ratio)
-
-    def _profiled(self, positions: Floats) -> Floats:
-        inside = np.interp(positions, self._sizes, self._seconds)
-        return inside + self._slope * np.maximum(positions - self._sizes[-1], 0)
-
-
-def _size(positions: float) -> int:
-    return round(SIZES_AN_OCTAVE * math.log2(positions))
+        size = np.array([1.0, num_rows, drafted])
+        weight = (NOISE * believed / self._unit) ** -2
+        kept = (1 - self._memory) * self._precision + self._memory * self._first
+        self._precision = kept + weight * np.outer(size, size)
+        error = seconds / self._unit - size @ self._terms
+        self._terms = self._terms + np.linalg.solve(self._precision, weight * error * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Cuts:
     """Ways to cut the rows' wishes, by number; 0 leaves nothing."""
 
     tokens: Floats  # [C] of all rows
-    positions: Floats  # [C] of the pass
+    drafted: Floats  # [C] tokens that the pass computes besides one a row
     draft_seconds: Floats  # [C]
     lengths: Callable[[int], Lengths]  # [B] of one way
 
@@ -95,33 +97,43 @@ class Company:
     def __init__(self, seconds: PassSeconds, first_rest: int) -> None:
         self.seconds = seconds
         self._first_rest = self._next_rest = first_rest  # steps; 0: every step is settled anew
-        self._left, self._rested, self._size = 0, False, 0
+        self._left, self._rested, self._num_rows = 0, False, 0
+        self._plain: Counter[int] = Counter()  # passes without drafts, by about how many rows
 
     def rests(self, num_rows: int) -> bool:
         """Whether nothing is drafted in this step, whatever the rows wish; a rest ends early where
-        there are half or twice as many rows.
+        there are half or twice as many rows. All else is held against plain passes, so the first
+        ones are plain.
         """
-        if num_rows.bit_length() != self._size:
-            self._size, self._left = num_rows.bit_length(), 0
+        if not self._num_rows < 2 * num_rows < 4 * self._num_rows:
+            self._num_rows, self._left = num_rows, 0
             self._next_rest, self._rested = self._first_rest, False
         self._left -= 1
-        return self._left >= 0
+        return self._left >= 0 or self._plain[num_rows.bit_length()] < PLAIN_PASSES
 
     def settle(self, wishes: Sequence[Wish], sharing: Sharing) -> list[Choice]:
         """The rows' choices: their wishes, cut to what pays for all."""
         cuts = padded_cuts(wishes, sharing) if sharing.padded else packed_cuts(wishes)
-        rates = cuts.tokens / (self.seconds(cuts.positions) + cuts.draft_seconds)
+        rates = cuts.tokens / (self.seconds(len(wishes), cuts.drafted) + cuts.draft_seconds)
         best, reason = int(rates.argmax()), REASON
         if best:
             self._next_rest, self._rested = self._first_rest, False
         elif len(rates) > 1 and self._rested:
             best, reason = 1 + int(rates[1:].argmax()), "probe"
             self._left, self._rested = AWAIT, False
-        elif self._first_rest:
+        elif self._first_rest and any(wish.choice.reason != NOTHING_OFFERED for wish in wishes):
             self._left, self._rested = self._next_rest, True
             self._next_rest = min(2 * self._next_rest, LONGEST_REST * self._first_rest)
         lengths = cuts.lengths(best)
         return [_cut(wish, int(k), reason) for wish, k in zip(wishes, lengths, strict=True)]
+
+    def observe(self, num_rows: int, num_positions: int, seconds: float) -> None:
+        """Take in a pass over so many positions in all rows."""
+        drafted, size = num_positions - num_rows, num_rows.bit_length()
+        if not drafted:
+            self._plain[size] += 1
+        if drafted or self._plain[size] > 1:  # the first warms up
+            self.seconds.observe(num_rows, drafted, seconds)
 
 
 def padded_cuts(wishes: Sequence[Wish], sharing: Sharing) -> Cuts:
@@ -134,7 +146,7 @@ def padded_cuts(wishes: Sequence[Wish], sharing: Sharing) -> Cuts:
     drafting = np.array([wish.draft_seconds for wish in wishes])[rows, lengths]
     return Cuts(
         tokens.sum(axis=1),
-        len(wishes) * (widths + 1.0),
+        len(wishes) * widths.astype(float),
         drafting.max(axis=1) if sharing.drafts_together else drafting.sum(axis=1),
         lambda number: lengths[number],
     )
@@ -153,7 +165,7 @@ def packed_cuts(wishes: Sequence[Wish]) -> Cuts:
     drafting = np.concatenate(seconds)[order].cumsum()
     return Cuts(
         len(wishes) + np.append(0.0, gain[order].cumsum()),
-        len(wishes) + np.arange(len(order) + 1.0),
+        np.arange(len(order) + 1.0),
         np.append(0.0, drafting),
         lambda number: np.bincount(owner[order[:number]], minlength=len(wishes)),
     )

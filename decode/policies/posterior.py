@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode.costs import Costs
-from decode.policies.base import PolicyConfig, check_draft_lengths, off, require_costs
+from decode.policies.base import (
+    NOTHING_OFFERED,
+    PolicyConfig,
+    check_draft_lengths,
+    off,
+    require_costs,
+)
 from decode.policies.belief import Belief, Floats
 from decode.policies.company import REASON, Company, PassSeconds, Wish
 from decode.policies.pricing import TIE, Prices, Pricing, arms_on_offer, best_arm, scored
@@ -131,7 +137,7 @@ class PosteriorPolicy:
     ) -> None:
         rows = [session for session in sessions if isinstance(session, PosteriorSession)]
         if rows:
-            self._company_of(rows).seconds.observe(num_positions, seconds)
+            self._company_of(rows).observe(len(rows), num_positions, seconds)
 
     def _company_of(self, rows: Sequence["PosteriorSession"]) -> Company:
         """By whether all are greedy: drawing tokens takes time."""
@@ -185,7 +191,7 @@ class PosteriorSession:
         drafters, plain = self.prices.drafters, self.pricing.plain_seconds
         offered = tuple(offers.get(name, 0) if name != OFF else 0 for name in drafters)
         if not any(offered):
-            return _nothing("nothing offered", plain)
+            return _nothing(NOTHING_OFFERED, plain)
         expected, seconds = self.belief.expected_tokens(), self.pricing.seconds()
         rate = self.pricing.tokens_per_second(expected, seconds)
         reading = rate * self.pricing.catch_up(self.position)  # [N] tokens that it costs
