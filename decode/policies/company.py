@@ -22,7 +22,7 @@ from decode.types import Choice, Sharing
 
 REASON = "company"  # of a choice that was cut, or given up, for the sake of all rows
 AWAIT = 2  # steps until what a probe has shown is known; on the device that is one later
-LONGEST_REST = 8  # times the first
+FIRST_REST, LONGEST_REST = 2, 8  # steps; times the steps between probes
 PLAIN_PASSES = 3  # without drafts, before the first of about so many rows with them
 NOISE = 0.1  # of a pass's seconds, as a share
 SPREAD = (0.5, 0.1, 0.1)  # of the terms before any pass, in passes over one token
@@ -40,7 +40,8 @@ class PassSeconds:
     """
 
     def __init__(self, profile: Mapping[int, float], memory: float) -> None:
-        first, last = min(profile), max(profile)
+        measured = [width for width in profile if math.isfinite(profile[width])]
+        first, last = min(measured), max(measured)
         self._unit = profile[first]  # seconds; all else is in passes over one token
         slope = max(profile[last] / self._unit - 1, 0.0) / max(last - first, 1)
         self._memory = memory
@@ -94,10 +95,11 @@ class Company:
     tries again.
     """
 
-    def __init__(self, seconds: PassSeconds, first_rest: int) -> None:
+    def __init__(self, seconds: PassSeconds, probe_every: int) -> None:
         self.seconds = seconds
-        self._first_rest = self._next_rest = first_rest  # steps; 0: every step is settled anew
-        self._left, self._rested, self._num_rows = 0, False, 0
+        self._probe_every = probe_every  # steps without drafts at least; 0: never, and no rests
+        self._left, self._num_rows = 0, 0
+        self._rested, self._next_rest = 0, FIRST_REST  # steps of the last rest, and of the next
         self._plain: Counter[int] = Counter()  # passes without drafts, by about how many rows
 
     def rests(self, num_rows: int) -> bool:
@@ -107,7 +109,7 @@ class Company:
         """
         if not self._num_rows < 2 * num_rows < 4 * self._num_rows:
             self._num_rows, self._left = num_rows, 0
-            self._next_rest, self._rested = self._first_rest, False
+            self._rested, self._next_rest = 0, FIRST_REST
         self._left -= 1
         return self._left >= 0 or self._plain[num_rows.bit_length()] < PLAIN_PASSES
 
@@ -117,13 +119,13 @@ class Company:
         rates = cuts.tokens / (self.seconds(len(wishes), cuts.drafted) + cuts.draft_seconds)
         best, reason = int(rates.argmax()), REASON
         if best:
-            self._next_rest, self._rested = self._first_rest, False
-        elif len(rates) > 1 and self._rested:
+            self._rested, self._next_rest = 0, FIRST_REST
+        elif len(rates) > 1 and self._rested >= self._probe_every > 0:
             best, reason = 1 + int(rates[1:].argmax()), "probe"
-            self._left, self._rested = AWAIT, False
-        elif self._first_rest and any(wish.choice.reason != NOTHING_OFFERED for wish in wishes):
-            self._left, self._rested = self._next_rest, True
-            self._next_rest = min(2 * self._next_rest, LONGEST_REST * self._first_rest)
+            self._left, self._rested = AWAIT, 0
+        elif self._probe_every and any(wish.choice.reason != NOTHING_OFFERED for wish in wishes):
+            self._left = self._rested = self._next_rest
+            self._next_rest = min(2 * self._next_rest, LONGEST_REST * self._probe_every)
         lengths = cuts.lengths(best)
         return [_cut(wish, int(k), reason) for wish, k in zip(wishes, lengths, strict=True)]
 

@@ -8,6 +8,7 @@ Worlds are seeded, and their passes take what `pass_seconds` says: hardly more f
 as where weights are read, then in proportion.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -23,6 +24,7 @@ from decode.costs import Costs
 from decode.policies.base import NOTHING_OFFERED, off
 from decode.policies.company import (
     AWAIT,
+    FIRST_REST,
     LONGEST_REST,
     PLAIN_PASSES,
     REASON,
@@ -76,8 +78,9 @@ def test_before_any_pass_the_profile_is_continued_in_a_line() -> None:
     np.testing.assert_allclose(seconds(11, np.array([0, 10])), [1.1, 1.2])
 
 
-def test_a_profile_that_falls_is_taken_for_flat() -> None:
-    found = PassSeconds({1: 1.0, 17: 0.9}, 0.05)(64, np.array([0, 500]))
+@pytest.mark.parametrize("rest", [{17: 0.9}, {17: float("nan")}, {}])
+def test_a_profile_that_falls_or_ends_is_taken_for_flat(rest: dict[int, float]) -> None:
+    found = PassSeconds({1: 1.0, **rest}, 0.05)(64, np.array([0, 500]))
     np.testing.assert_allclose(found, [1.0, 1.0])
 
 
@@ -233,18 +236,21 @@ def test_a_choice_that_is_cut_says_so() -> None:
 
 
 def test_where_nothing_pays_rows_rest_and_one_step_tries_again() -> None:
-    one, wishes = company(1.0, 4, 8), [wish(3, 0.4)] * 8
-    told = []
-    for _ in range(4 * (4 + 8 + 16 + 32 + 32) + 40):
+    one, wishes = company(1.0, 8, 8), [wish(3, 0.4)] * 8
+    told = ""
+    while told.count("p") < 6:
         if one.rests(8):
-            told.append("rest")
+            told += "r"
             continue
         choices = one.settle(wishes, PADDED)
-        told.append(choices[0].reason if choices[0].drafter != OFF else "off")
-    rests = "".join(word[0] for word in told).split("o")[1:]
-    first = [len(one) - AWAIT - 1 for one in rests[:6]]
-    assert first == [4, 8, 16, 32, 32, 32] == [min(4 * 2**n, 4 * LONGEST_REST) for n in range(6)]
-    assert all(one.endswith("p" + "r" * AWAIT) for one in rests[:6])
+        told += "o" if choices[0].drafter == OFF else choices[0].reason[0]
+    rests = [len(rest) for rest in re.findall("or+", told)]
+    assert [rest - 1 for rest in rests] == [2, 4, 8, 16, 32, 64, 64, 64]
+    assert FIRST_REST == 2
+    assert LONGEST_REST * 8 == 64
+    # From rests of eight steps on each is followed by a step that tries again, and an answer to it.
+    tries = "p" + "r" * AWAIT
+    assert re.fullmatch(f"or+or+(or+{tries})+or+p", told)
 
 
 def test_a_rest_ends_where_rows_are_half_or_twice_as_many() -> None:
@@ -252,12 +258,13 @@ def test_a_rest_ends_where_rows_are_half_or_twice_as_many() -> None:
     for num_rows in (4, 7):
         for _ in range(PLAIN_PASSES):
             one.observe(num_rows, num_rows, 1.0 + num_rows)
-    assert not one.rests(8)
-    one.settle(wishes, PADDED)
-    assert [one.rests(n) for n in (8, 7, 15, 5, 8)] == [True] * 5
+    for _ in range(4):
+        if not one.rests(8):
+            one.settle(wishes, PADDED)
+    assert [one.rests(n) for n in (7, 15, 5)] == [True] * 3
     assert not one.rests(4)
     one.settle(wishes[:4], PADDED)
-    assert [one.rests(n) for n in (5, 4, 7, 8)] == [True, True, True, False]
+    assert [one.rests(n) for n in (7, 8)] == [True, False]
 
 
 def test_rows_that_had_nothing_to_draft_do_not_rest() -> None:
