@@ -26,6 +26,7 @@ FIRST_REST, LONGEST_REST = 2, 8  # steps; times the steps between probes
 PLAIN_PASSES = 3  # without drafts, before the first of about so many rows with them
 NOISE = 0.1  # of a pass's seconds, as a share
 SPREAD = (0.5, 0.1, 0.1)  # of the terms before any pass, in passes over one token
+WIDEST = 0.25  # share of it that they are forgotten to
 LEAST = 0.1  # of the profile's pass over one token: no pass takes less
 
 Lengths = NDArray[np.intp]
@@ -35,7 +36,7 @@ class PassSeconds:
     """Seconds of the target's pass: so many, so many a row and so many a drafted token.
 
     The three are a Gaussian belief, begun at the profile of one row and corrected by every pass.
-    Before each it is worth a little less, down to what it was worth at first: so it follows a
+    Before each it gets a little wider, but never as wide as it was at first: so it follows a
     machine that changes, and what passes do not show stays as it was.
     """
 
@@ -46,8 +47,8 @@ class PassSeconds:
         slope = max(profile[last] / self._unit - 1, 0.0) / max(last - first, 1)
         self._memory = memory
         self._terms: Floats = np.array([1 - slope, slope, slope])
-        self._first: Floats = np.diag(1 / np.square(SPREAD))  # [3, 3] precision
-        self._precision = self._first
+        self._precision: Floats = np.diag(1 / np.square(SPREAD))  # [3, 3]
+        self._least = self._precision / WIDEST**2  # that is forgotten to
 
     def __call__(self, num_rows: int, drafted: Floats) -> Floats:
         """Of passes that compute so many drafted tokens in all rows, padding among them."""
@@ -65,7 +66,7 @@ class PassSeconds:
         seconds = min(max(seconds, believed / PLAUSIBLE), believed * PLAUSIBLE)
         size = np.array([1.0, num_rows, drafted])
         weight = (NOISE * believed / self._unit) ** -2
-        kept = (1 - self._memory) * self._precision + self._memory * self._first
+        kept = (1 - self._memory) * self._precision + self._memory * self._least
         self._precision = kept + weight * np.outer(size, size)
         error = seconds / self._unit - size @ self._terms
         self._terms = self._terms + np.linalg.solve(self._precision, weight * error * size)

@@ -110,10 +110,14 @@ def test_a_few_passes_are_enough_beside_as_many_rows() -> None:
 
 def test_what_passes_do_not_show_stays_as_it_was() -> None:
     seconds = taught((16, 0), (16, 32), (4, 0), times=5)
-    before = seconds(16, np.array([0, 32, 64]))
+    random = np.random.default_rng(0)
+    worst = 0.0
     for _ in range(500):
-        seconds.observe(16, 32, machine(16, 32))
-    np.testing.assert_allclose(seconds(16, np.array([0, 32, 64])), before, rtol=0.01)
+        drafted = int(random.integers(30, 35))
+        seconds.observe(16, drafted, machine(16, drafted) * random.normal(1, 0.1))
+        found = seconds(16, np.array([0, 32, 64]))
+        worst = max(worst, float(np.abs(found / [4.0, 5.6, 7.2] - 1).max()))
+    assert worst < 0.15
 
 
 def test_a_machine_that_gets_slower_is_followed() -> None:
@@ -121,7 +125,7 @@ def test_a_machine_that_gets_slower_is_followed() -> None:
     for _ in range(30):
         for drafted in (0, 32):
             seconds.observe(16, drafted, 2 * machine(16, drafted))
-    np.testing.assert_allclose(seconds(16, np.array([0, 32])), [8.0, 11.2], rtol=0.07)
+    np.testing.assert_allclose(seconds(16, np.array([0, 32])), [8.0, 11.2], rtol=0.1)
 
 
 @pytest.mark.parametrize("odd", [1e9, float("inf"), float("nan"), 0.0, -1.0])
