@@ -223,7 +223,7 @@ class Choice:
 
     drafter: str  # a name in the pool, or OFF
     num_draft_tokens: int  # 0 exactly when drafter is OFF
-    reason: str  # "fixed", "prior", "data", "explore", "cost", "nothing offered", ...
+    reason: str  # "fixed", "prior", "data", "explore", "cost", "company", "nothing offered", ...
     expected_tokens: float = float("nan")
     expected_seconds: float = float("nan")
 

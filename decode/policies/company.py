@@ -101,7 +101,7 @@ class Company:
         self._probe_every = probe_every  # steps without drafts at least; 0: never, and no rests
         self._left, self._num_rows = 0, 0
         self._rested, self._next_rest = 0, FIRST_REST  # steps of the last rest, and of the next
-        self._plain: Counter[int] = Counter()  # passes without drafts, by about how many rows
+        self._passes: Counter[int] = Counter()  # by about how many rows
 
     def rests(self, num_rows: int) -> bool:
         """Whether nothing is drafted in this step, whatever the rows wish; a rest ends early where
@@ -112,7 +112,7 @@ class Company:
             self._num_rows, self._left = num_rows, 0
             self._rested, self._next_rest = 0, FIRST_REST
         self._left -= 1
-        return self._left >= 0 or self._plain[num_rows.bit_length()] < PLAIN_PASSES
+        return self._left >= 0 or self._passes[num_rows.bit_length()] < PLAIN_PASSES
 
     def settle(self, wishes: Sequence[Wish], sharing: Sharing) -> list[Choice]:
         """The rows' choices: their wishes, cut to what pays for all."""
@@ -132,11 +132,10 @@ class Company:
 
     def observe(self, num_rows: int, num_positions: int, seconds: float) -> None:
         """Take in a pass over so many positions in all rows."""
-        drafted, size = num_positions - num_rows, num_rows.bit_length()
-        if not drafted:
-            self._plain[size] += 1
-        if drafted or self._plain[size] > 1:  # the first warms up
-            self.seconds.observe(num_rows, drafted, seconds)
+        size = num_rows.bit_length()
+        self._passes[size] += 1
+        if self._passes[size] > 1:  # the first warms up
+            self.seconds.observe(num_rows, num_positions - num_rows, seconds)
 
 
 def padded_cuts(wishes: Sequence[Wish], sharing: Sharing) -> Cuts:
