@@ -74,11 +74,11 @@ class PassSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What one row would draft were it alone."""
+    """What one row would draft, did the pass take no longer for it."""
 
     choice: Choice
     tokens: Floats  # [D + 1] that a step emits on average, by the length of the draft
-    draft_seconds: Floats  # [D + 1]
+    draft_seconds: Floats  # [D + 1] of steps in which all rows draft as this one does
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def padded_cuts(wishes: Sequence[Wish], sharing: Sharing) -> Cuts:
     return Cuts(
         tokens.sum(axis=1),
         len(wishes) * widths.astype(float),
-        drafting.max(axis=1) if sharing.drafts_together else drafting.sum(axis=1),
+        drafting.max(axis=1) if sharing.drafts_together else drafting.mean(axis=1),
         lambda number: lengths[number],
     )
 
@@ -164,7 +164,7 @@ def packed_cuts(wishes: Sequence[Wish]) -> Cuts:
         owners.append(np.full(wanted, row))
     gain, owner = np.concatenate(gains), np.concatenate(owners)
     order = np.argsort(-gain, kind="stable")  # a row's tokens stay in order: each gains less
-    drafting = np.concatenate(seconds)[order].cumsum()
+    drafting = np.concatenate(seconds)[order].cumsum() / len(wishes)
     return Cuts(
         len(wishes) + np.append(0.0, gain[order].cumsum()),
         np.arange(len(order) + 1.0),

@@ -126,6 +126,8 @@ class PosteriorPolicy:
         rows = [session for session in sessions if isinstance(session, PosteriorSession)]
         if len(rows) < len(sessions):
             return [one.choose(offered) for one, offered in zip(sessions, offers, strict=True)]
+        for row in rows:
+            row.pricing.beside(len(rows), sharing.drafts_together)
         company = self._company_of(rows)
         if company.rests(len(rows)):
             return [off(REASON)] * len(rows)
@@ -184,10 +186,11 @@ class PosteriorSession:
         self.pause = config.probe_every
 
     def choose(self, offers: Mapping[str, int]) -> Choice:
+        self.pricing.beside(1, drafts_together=False)
         return self.wish(offers).choice
 
     def wish(self, offers: Mapping[str, int]) -> Wish:
-        """What it chooses alone, and what that is worth by its length."""
+        """What it would choose, and what that is worth by its length."""
         drafters, plain = self.prices.drafters, self.pricing.plain_seconds
         offered = tuple(offers.get(name, 0) if name != OFF else 0 for name in drafters)
         if not any(offered):
@@ -217,7 +220,8 @@ class PosteriorSession:
             return _nothing("cost", plain)
         tokens, spent = float(expected[index, k]), float(seconds[index, k])
         choice = Choice(drafters[index], k, reason, tokens, spent)
-        return Wish(choice, expected[index], self.prices.draft[index])
+        draft_seconds = self.prices.draft[index] * self.pricing.draft_scale[index]
+        return Wish(choice, expected[index], draft_seconds)
 
     def learn(self, record: StepRecord) -> None:
         self.position = record.position + record.num_emitted

@@ -105,6 +105,9 @@ class Pricing:
         self.usable = np.ones(len(prices.drafters), dtype=bool)
         self.read = np.zeros(len(prices.drafters))  # tokens each drafter has seen
         self.tokens = self.spent = 0.0  # moving averages; their ratio is lambda
+        # Rows that share the steps, and that a drafter drafts for in turn: a row prices steps in
+        # which all do as it does.
+        self.num_rows = self.num_drafting = 1
 
     def start(self, expected_tokens: Floats, lengths: Sequence[int]) -> None:
         """Set lambda to the best rate that the belief promises at these K, before any step has
@@ -112,6 +115,14 @@ class Pricing:
         """
         self.lengths = [0, *lengths]
         self.tokens, self.spent = 1.0, 1 / self._promised(expected_tokens, self.seconds())
+
+    def beside(self, num_rows: int, drafts_together: bool) -> None:
+        """So many rows share a step from now on. Drafts for one after another take so many times as
+        long; what else changes, steps will show.
+        """
+        drafting = 1 if drafts_together else num_rows
+        self.draft_scale *= drafting / self.num_drafting
+        self.num_rows, self.num_drafting = num_rows, drafting
 
     def tokens_per_second(self, expected_tokens: Floats, seconds: Floats) -> float:
         """Lambda: what recent steps gave, no less than plain decoding and no more than the belief
@@ -143,13 +154,14 @@ class Pricing:
         return self.prices.reading * np.maximum(position - self.read, 0)
 
     def observe(self, record: StepRecord) -> None:
-        """Take in a step's tokens and seconds; a drafter whose seconds are not a number is
-        dropped.
+        """Take in a step's tokens and the row's share of its seconds; a drafter whose seconds are
+        not a number is dropped.
         """
         index, depth = self.prices.index.get(record.drafter), self._depth(record)
         expected_target = float(self.prices.target[depth])
         target = self._finite(
-            record.verify_seconds + record.host_seconds, expected_target * self.target_scale
+            self.num_rows * (record.verify_seconds + record.host_seconds),
+            expected_target * self.target_scale,
         )
         self.target_scale = self._correct(self.target_scale, target, expected_target)
         draft = 0.0
@@ -177,14 +189,10 @@ class Pricing:
                 record.drafter,
             )
             return 0.0
-        scale = float(self.draft_scale[index])
+        scale, seconds = float(self.draft_scale[index]), self.num_rows * record.draft_seconds
         if caught_up:  # else the seconds hold a prefill, which is priced apart
-            self.draft_scale[index] = self._correct(scale, record.draft_seconds, expected)
-        return (
-            min(record.draft_seconds, PLAUSIBLE * expected * scale)
-            if expected > 0
-            else record.draft_seconds
-        )
+            self.draft_scale[index] = self._correct(scale, seconds, expected)
+        return min(seconds, PLAUSIBLE * expected * scale) if expected > 0 else seconds
 
     def _finite(self, seconds: float, expected: float) -> float:
         if not math.isfinite(seconds):

@@ -153,7 +153,7 @@ def test_padded_cuts_count_every_row_as_wide_as_the_widest() -> None:
     np.testing.assert_allclose(cuts.tokens[[0, 1]], [4, 4 + 0.9 + 0.3 + 0.6])
     np.testing.assert_allclose(cuts.draft_seconds, [0, 0.02, 0.04, 0.06, 0.08])
     apart = padded_cuts(WISHES, replace(PADDED, drafts_together=False))
-    np.testing.assert_allclose(apart.draft_seconds, [0, 0.06, 0.12, 0.16, 0.18])
+    np.testing.assert_allclose(apart.draft_seconds, np.array([0, 0.06, 0.12, 0.16, 0.18]) / 4)
 
 
 def test_packed_cuts_take_the_likeliest_tokens_first() -> None:
@@ -167,7 +167,7 @@ def test_packed_cuts_take_the_likeliest_tokens_first() -> None:
         [3, 0, 0, 2],  # 0.36
     ]
     np.testing.assert_array_equal(cuts.drafted, np.arange(10))
-    np.testing.assert_allclose(cuts.draft_seconds, 0.02 * np.arange(10))
+    np.testing.assert_allclose(cuts.draft_seconds, 0.02 / 4 * np.arange(10))
 
 
 def best_rate(cuts: Cuts, seconds: Callable[[np.ndarray], np.ndarray]) -> float:
@@ -181,7 +181,7 @@ def test_no_way_to_cut_packed_rows_is_better(price: float) -> None:
     for lengths in product(*(range(one.choice.num_draft_tokens + 1) for one in WISHES)):
         pairs = list(zip(WISHES, lengths, strict=True))
         tokens = sum(one.tokens[k] for one, k in pairs)
-        drafting = sum(one.draft_seconds[k] for one, k in pairs)
+        drafting = sum(one.draft_seconds[k] for one, k in pairs) / 4
         best = max(best, tokens / (1 + price * (4 + sum(lengths)) + drafting))
     found = best_rate(packed_cuts(WISHES), lambda drafted: 1 + price * (4 + drafted))
     assert found == pytest.approx(best)
@@ -297,14 +297,14 @@ class Crowd:
 
     num_rows: int
     sharing: Sharing
-    seed: int = 0
+    price: float = 0.0  # seconds in which a token is drafted, for one row or for all
     tokens: int = 0
     seconds: float = 0.0
     widest: list[int] = field(default_factory=list)
 
     def run(self, choose: Callable[[list[Any]], list[Choice]], policy: Policy | None) -> float:
         """Tokens per second of three texts a row."""
-        random = np.random.default_rng(self.seed)
+        random = np.random.default_rng(0)
         waiting = [(str(n), random.beta(3, 4)) for n in range(3 * self.num_rows)]
         rows: list[dict[str, Any]] = []
         while waiting or rows:
@@ -327,46 +327,35 @@ class Crowd:
         widths = [choice.num_draft_tokens + 1 for choice in choices]
         positions = len(rows) * max(widths) if self.sharing.padded else sum(widths)
         seconds = pass_seconds(positions) * random.normal(1, 0.03)
-        self.seconds += seconds
+        drafts = [self.price * (width - 1) for width in widths]
+        if self.sharing.drafts_together:
+            drafts = [max(drafts) / max(sum(map(bool, drafts)), 1) if one else 0 for one in drafts]
+        self.seconds += seconds + sum(drafts)
         self.widest.append(max(widths))
-        for row, choice in zip(rows, choices, strict=True):
+        for row, choice, spent in zip(rows, choices, drafts, strict=True):
             k = choice.num_draft_tokens
             accepted = int(np.cumprod(random.random(k) < row["chance"]).sum())
             row["left"] -= accepted + 1
             self.tokens += accepted + 1
             if row["session"] is not None:
-                row["session"].learn(seen(choice, accepted, seconds / len(rows)))
+                row["session"].learn(seen(choice, accepted, spent, seconds / len(rows)))
         if isinstance(policy, JointPolicy) and len(rows) > 1:
             sessions = [row["session"] for row in rows]
             policy.learn_together(sessions, positions, seconds)
 
 
-def seen(choice: Choice, accepted: int, seconds: float) -> StepRecord:
-    k, source = choice.num_draft_tokens, choice.drafter if choice.num_draft_tokens else ""
+def seen(choice: Choice, accepted: int, draft: float, verify: float) -> StepRecord:
+    k, by = choice.num_draft_tokens, choice.drafter if choice.num_draft_tokens else ""
     return StepRecord(
-        "r",
-        0,
-        20,
-        choice.drafter,
-        source,
-        k,
-        k,
-        accepted,
-        accepted + 1,
-        0.0,
-        seconds,
-        0.0,
-        "",
-        0,
-        0,
+        "r", 0, 20, choice.drafter, by, k, k, accepted, accepted + 1, draft, verify, 0.0, "", 0, 0
     )
 
 
-def posterior() -> Any:
+def posterior(price: float = 0.0) -> Any:
     costs = Costs(
         key="test",
         verify_seconds={width: pass_seconds(width) for width in (1, 2, 5, 17)},
-        draft_seconds={"d": {1: 0.0, 16: 0.0}},
+        draft_seconds={"d": {1: price, 16: 16 * price}},
         host_seconds=0.0,
     )
     return policy_config("posterior").build(costs, ["d"], 0)
@@ -394,6 +383,40 @@ def test_together_rows_do_as_well_as_the_best_length_for_all(
     assert found > 0.93 * best
     if num_rows >= 24:
         assert Crowd(num_rows, sharing).run(alone, posterior()) < 0.6 * found
+
+
+@pytest.mark.parametrize("sharing", [PADDED, PACKED], ids=["together", "apart"])
+@pytest.mark.parametrize("num_rows", [2, 8, 24])
+def test_what_drafts_take_counts_for_all_rows(num_rows: int, sharing: Sharing) -> None:
+    """A model that drafts for all rows at once is cheap for many; one row after another, dear."""
+    price = 0.06
+
+    def fixed(k: int) -> float:
+        choice = Choice("d", k, "fixed") if k else off("fixed")
+        return Crowd(num_rows, sharing, price).run(lambda rows: [choice] * len(rows), None)
+
+    policy = posterior(price)
+    found = Crowd(num_rows, sharing, price).run(
+        lambda rows: policy.choose_together(rows, [{"d": 16}] * len(rows), sharing), policy
+    )
+    assert found > 0.9 * max(map(fixed, range(9)))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_row_prices_steps_in_which_all_do_as_it_does(together: bool) -> None:
+    """Records tell its share of them; one that is left alone prices steps of its own."""
+    policy = posterior(0.06)
+    rows = [policy.open(Request(name, 20, 50, Sampling(), None)) for name in "abcd"]
+    alone = rows[0].pricing.seconds()
+    sharing = Sharing(padded=True, drafts_together=together)
+    choice = Choice("d", 4, "data")
+    for _ in range(50):
+        policy.choose_together(rows, [{"d": 16}] * 4, sharing)
+        rows[0].learn(seen(choice, 1, 0.24 / 4 if together else 0.24, pass_seconds(5) / 4))
+    drafting = rows[0].pricing.seconds() - rows[0].pricing.prices.target
+    np.testing.assert_allclose(drafting[0, 4], 0.24 if together else 4 * 0.24)
+    rows[0].choose({"d": 16})
+    np.testing.assert_allclose(rows[0].pricing.seconds(), alone)
 
 
 def test_rows_without_a_belief_choose_for_themselves() -> None:
