@@ -285,7 +285,9 @@ class Policy(Protocol):
 
 @runtime_checkable
 class JointPolicy(Policy, Protocol):
-    """A policy that weighs rows against each other where they share a pass of the target."""
+    """A policy that weighs rows, sessions of its own, against each other where they share a pass of
+    the target.
+    """
 
     def choose_together(
         self,

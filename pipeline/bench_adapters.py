@@ -22,6 +22,7 @@ from drafters.lm import LmDrafter
 from drafters.lora import ALL_LINEAR, LoraConfig, LoraDrafter
 from pipeline.bench_command import command, conditions, new_table, show, told
 from pipeline.progress import progress
+from pipeline.wallclock import rotated
 
 BASE = "base"
 DRAFT_LENGTHS = (1, 9)
@@ -73,8 +74,7 @@ def in_turn(target: Any, drafters: Mapping[str, Drafter], rounds: int) -> dict[s
     found: dict[str, list[float]] = {name: [] for name in drafters}
     with progress("adapters", rounds, "rounds") as meter:
         for number in range(rounds):
-            start = number % len(drafters)
-            for name in [*drafters][start:] + [*drafters][:start]:
+            for name in rotated(list(drafters), number):
                 costs = measure_costs(
                     target,
                     {name: drafters[name]},

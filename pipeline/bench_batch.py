@@ -16,7 +16,7 @@ from decode.clock import Clock
 from decode.results import ratio
 from pipeline.progress import progress
 from pipeline.scores import first_difference
-from pipeline.wallclock import PLAIN
+from pipeline.wallclock import PLAIN, rotated
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def batch_suite(
         for size in batch_sizes:
             runs = {name: _Run(partial(make, size), prompts, size) for name, make in makers.items()}
             for turn in range(rounds):
-                for name in _rotated(list(makers), turn):
+                for name in rotated(list(makers), turn):
                     if f"{name}, {size} rows" not in failures:
                         try:
                             runs[name].go_on(max_new_tokens, clock)
@@ -70,11 +70,6 @@ def batch_suite(
             "num_failed": len(failures),
         },
     }
-
-
-def _rotated(names: list[str], turn: int) -> list[str]:
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
 
 
 class _Run:

@@ -22,7 +22,7 @@ from pipeline.bench_arms import COMPILED, Arm, Way, Written
 from pipeline.bench_forward import median_ratio
 from pipeline.progress import progress
 from pipeline.scores import ALL, first_difference, top_two_gap
-from pipeline.wallclock import PLAIN, EvalPrompt
+from pipeline.wallclock import PLAIN, EvalPrompt, rotated
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +62,7 @@ def race(
             meter.advance()
     with progress("decode: texts", len(prompts) * len(ways), "texts") as meter:
         for turn, prompt in enumerate(prompts):
-            names = [arm.name for arm in arms]
-            start = turn % len(names)
-            for name in names[start:] + names[:start]:
+            for name in rotated([arm.name for arm in arms], turn):
                 result.texts[name].append(_text(name, ways, prompt, max_new_tokens, result))
                 meter.advance(name in ways)
     return result

@@ -30,6 +30,7 @@ from pipeline.bench_greedy import own_text
 from pipeline.chat import prompt_ids
 from pipeline.intervals import LEVEL, Interval
 from pipeline.progress import progress
+from pipeline.wallclock import rotated
 
 REFERENCE = "transformers generate"
 WIDTHS = (1, 2, 4, 6, 8, 16)
@@ -140,7 +141,7 @@ def write_in_turn(
     for way in ways.values():
         way(prompts[0], min(8, max_new_tokens))
     for number in range(rounds):
-        for name in _rotated(list(ways), number):
+        for name in rotated(list(ways), number):
             texts[name].append(ways[name](prompts[number % len(prompts)], max_new_tokens))
             advance()
     return texts
@@ -162,7 +163,7 @@ def pass_in_turn(
     for name, target in targets.items():
         target.prefill(rows[name], [1 + i % 31 for i in range(context_tokens)])
     for number in range(rounds + 1):
-        for name in _rotated(list(targets), number):
+        for name in rotated(list(targets), number):
             for width in WIDTHS:
                 spent = _one_pass(targets[name], rows[name], width, clock)
                 if number:  # the first round warms up
@@ -248,11 +249,6 @@ def _load(name: str, dtype: str, device: str, backend: str, exactness: str) -> A
     return resolve_target(
         name, tokenizer=None, device=device, dtype=dtype, backend=backend, exactness=exactness
     )
-
-
-def _rotated(names: list[str], number: int) -> list[str]:
-    start = number % len(names)
-    return names[start:] + names[:start]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

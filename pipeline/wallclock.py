@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from decode import GenerationResult, SpeculativeDecoder
 from decode.clock import Clock
 from decode.types import OFF, Drafter, Policy, Router, Sampling, Target
 from pipeline.progress import progress
 
+T = TypeVar("T")
 PLAIN = "plain"
 WARM_UP_TOKENS = 8
 
@@ -143,9 +144,7 @@ class Race:
         for repeat in range(self.repeats):
             for prompt in self.prompts:
                 for law in self.laws:
-                    methods = self.methods[law]
-                    first = turn % len(methods)
-                    for method in [*methods[first:], *methods[:first]]:
+                    for method in rotated(self.methods[law], turn):
                         yield prompt, law, repeat, method
                     turn += 1
 
@@ -200,6 +199,12 @@ class Race:
             drafters=dict(sorted(Counter(r.source or OFF for r in records).items())),
             dropped=dict(decoder.pool.dropped),
         )
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """All of them, another one first in every turn."""
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]
 
 
 def _key(prompt: EvalPrompt, law: str, repeat: int, method: Method) -> tuple[str, str, int, str]:

@@ -188,12 +188,12 @@ class DeviceEngine:
         numbers = step.arrival.wait()
         results = row_results(step, numbers)
         seconds, self._ended = step_seconds(step, numbers, results, self._ended)
-        if len(step.rows) > 1 and self.joint is not None:
-            sessions = [row.policy for row in step.rows if row.policy is not None]
-            positions = len(step.rows) * (step.num_drafts + 1)
-            self.joint.learn_together(sessions, positions, seconds.verify)
         count, shares = len(step.rows), draft_shares(step.steps, seconds.draft)
         spare = seconds.draft if not any(shares) else 0.0  # nobody drafted: all is the target's
+        if count > 1 and self.joint is not None:
+            sessions = [row.policy for row in step.rows if row.policy is not None]
+            positions = count * (step.num_drafts + 1)
+            self.joint.learn_together(sessions, positions, seconds.verify + spare)
         for row, one, result, share in zip(step.rows, step.steps, results, shares, strict=True):
             row.under_way.popleft()
             if row.stopper.finish_reason is not None:

@@ -9,6 +9,7 @@ exploration. For the same reason a text begins with what the last texts under it
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from decode.types import (
     MAX_DRAFT_TOKENS,
     OFF,
     Choice,
+    Policy,
     PolicySession,
     Request,
     Sharing,
@@ -68,7 +70,7 @@ class PosteriorConfig(PolicyConfig):
     def learns_from_texts(self) -> bool:
         return self.experience > 0
 
-    def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "PosteriorPolicy":
+    def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> Policy:
         self.check()
         lengths = check_draft_lengths(self.draft_lengths)
         return PosteriorPolicy(self, lengths, Prices(require_costs(costs, "posterior"), drafters))
@@ -123,9 +125,7 @@ class PosteriorPolicy:
         offers: Sequence[Mapping[str, int]],
         sharing: Sharing,
     ) -> list[Choice]:
-        rows = [session for session in sessions if isinstance(session, PosteriorSession)]
-        if len(rows) < len(sessions):
-            return [one.choose(offered) for one, offered in zip(sessions, offers, strict=True)]
+        rows = cast(Sequence[PosteriorSession], sessions)
         for row in rows:
             row.pricing.beside(len(rows), sharing.drafts_together)
         company = self._company_of(rows)
@@ -137,9 +137,8 @@ class PosteriorPolicy:
     def learn_together(
         self, sessions: Sequence[PolicySession], num_positions: int, seconds: float
     ) -> None:
-        rows = [session for session in sessions if isinstance(session, PosteriorSession)]
-        if rows:
-            self._company_of(rows).observe(len(rows), num_positions, seconds)
+        rows = cast(Sequence[PosteriorSession], sessions)
+        self._company_of(rows).observe(len(rows), num_positions, seconds)
 
     def _company_of(self, rows: Sequence["PosteriorSession"]) -> Company:
         """By whether all are greedy: drawing tokens takes time."""

@@ -121,6 +121,8 @@ class Pricing:
         long; what else changes, steps will show.
         """
         drafting = 1 if drafts_together else num_rows
+        if (num_rows, drafting) == (self.num_rows, self.num_drafting):
+            return
         self.draft_scale *= drafting / self.num_drafting
         self.num_rows, self.num_drafting = num_rows, drafting
 

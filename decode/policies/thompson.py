@@ -16,7 +16,7 @@ from decode.policies.belief import Floats
 from decode.policies.flat import FlatArms
 from decode.policies.posterior import PosteriorConfig, PosteriorPolicy, PosteriorSession
 from decode.policies.pricing import Prices
-from decode.types import Choice, PolicySession, Request, StepRecord
+from decode.types import Choice, Policy, PolicySession, Request, StepRecord
 
 UNPLAYED_SD = 0.25  # of an arm's reward, until two plays say better
 
@@ -37,18 +37,20 @@ class ThompsonConfig(PosteriorConfig):
     def learns_from_texts(self) -> bool:
         return self.structured and self.experience > 0
 
-    def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> "ThompsonPolicy":
+    def build(self, costs: Costs | None, drafters: Sequence[str], seed: int) -> Policy:
         if self.spread <= 0 or self.reward_cap <= 0:
             raise ValueError(
                 f"policy.spread={self.spread} and reward_cap={self.reward_cap} must be positive"
             )
         prices = Prices(require_costs(costs, "thompson"), drafters)
         self.check()
-        return ThompsonPolicy(self, check_draft_lengths(self.draft_lengths), prices, seed)
+        lengths = check_draft_lengths(self.draft_lengths)
+        kind = ThompsonPolicy if self.structured else FlatThompsonPolicy
+        return kind(self, lengths, prices, seed)
 
 
 class ThompsonPolicy(PosteriorPolicy):
-    """Rows share their beliefs with those that follow, but for flat arms."""
+    """Rows share their beliefs with those that follow."""
 
     def __init__(
         self, config: ThompsonConfig, lengths: Sequence[int], prices: Prices, seed: int
@@ -57,12 +59,26 @@ class ThompsonPolicy(PosteriorPolicy):
         self.thompson, self.seed = config, seed
 
     def open(self, request: Request) -> PolicySession:
-        key = hashlib.sha256(f"{self.seed}/{request.request_id}".encode()).digest()
-        generator = np.random.default_rng(int.from_bytes(key[:16], "big"))
-        if self.thompson.structured:
-            return ThompsonSession(self, request, generator, self.thompson.spread)
-        arms = FlatArms(self.prices.under(request.sampling), self.lengths, self.thompson.reward_cap)
-        return FlatThompsonSession(arms, generator, self.thompson.spread)
+        return ThompsonSession(self, request, _generator(self.seed, request), self.thompson.spread)
+
+
+class FlatThompsonPolicy:
+    """Rows share nothing."""
+
+    def __init__(
+        self, config: ThompsonConfig, lengths: Sequence[int], prices: Prices, seed: int
+    ) -> None:
+        self.config, self.lengths, self.prices, self.seed = config, lengths, prices, seed
+
+    def open(self, request: Request) -> PolicySession:
+        arms = FlatArms(self.prices.under(request.sampling), self.lengths, self.config.reward_cap)
+        return FlatThompsonSession(arms, _generator(self.seed, request), self.config.spread)
+
+
+def _generator(seed: int, request: Request) -> np.random.Generator:
+    """Of a row, whatever others are decoded beside it."""
+    key = hashlib.sha256(f"{seed}/{request.request_id}".encode()).digest()
+    return np.random.default_rng(int.from_bytes(key[:16], "big"))
 
 
 class ThompsonSession(PosteriorSession):

@@ -422,10 +422,13 @@ def test_a_row_prices_steps_in_which_all_do_as_it_does(together: bool) -> None:
 def test_rows_without_a_belief_choose_for_themselves() -> None:
     config = replace(policy_config("thompson"), structured=False)
     policy = config.build(posterior().prices.costs, ["d"], 0)
-    sessions = [policy.open(Request(n, 20, 50, Sampling(), None)) for n in "ab"]
-    choices = policy.choose_together(sessions, [{"d": 4}] * 2, PADDED)
-    assert [choice.reason for choice in choices] == ["explore", "explore"]
-    policy.learn_together(sessions, 4, 1.0)
+    assert not isinstance(policy, JointPolicy)
+    law = whole_prefix(12, 2.0)
+    target = FakeTarget(law, 12)
+    target.sharing = PADDED  # type: ignore[attr-defined]
+    decoder = SpeculativeDecoder(target, {"d": FakeDrafter(law)}, policy, clock=VirtualClock())
+    records = decoder.generate(PROMPTS, 9).records
+    assert all(row[0].reason == "explore" for row in records)
 
 
 # -------------------------------------------------------------------------------------------- loops
