@@ -12,6 +12,7 @@ from decode.types import (
     DraftSampler,
     PolicySession,
     Request,
+    Sharing,
     StepRecord,
 )
 
@@ -176,3 +177,27 @@ class FakeTokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         return {f"{i}:{piece!r}": i for i, piece in enumerate(self.pieces)}
+
+
+class WeighsRows:
+    """What makes a policy a joint one whose rows choose as they would alone; it keeps how many rows
+    there were in each step, what they share, and what it was told of the passes.
+    """
+
+    def __init__(self) -> None:
+        self.together: list[tuple[int, Sharing]] = []
+        self.passes: list[tuple[int, int, float]] = []  # rows, positions, seconds
+
+    def choose_together(
+        self,
+        sessions: Sequence[PolicySession],
+        offers: Sequence[Mapping[str, int]],
+        sharing: Sharing,
+    ) -> list[Choice]:
+        self.together.append((len(sessions), sharing))
+        return [one.choose(offered) for one, offered in zip(sessions, offers, strict=True)]
+
+    def learn_together(
+        self, sessions: Sequence[PolicySession], num_positions: int, seconds: float
+    ) -> None:
+        self.passes.append((len(sessions), num_positions, seconds))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeDrafter, FakeTarget, whole_prefix
+from fakes import FakeDrafter, FakeTarget, WeighsRows, whole_prefix
 
 from decode import Sampling, SpeculativeDecoder
 from decode.clock import VirtualClock
@@ -434,50 +434,34 @@ def test_rows_without_a_belief_choose_for_themselves() -> None:
 # -------------------------------------------------------------------------------------------- loops
 
 
-class Asked:
-    """Drafts as many tokens as the row's number; keeps what it was asked and told."""
+class Asked(WeighsRows):
+    """Drafts as many tokens as the row's number."""
 
     def __init__(self) -> None:
-        self.alone = 0
-        self.together: list[tuple[int, Sharing]] = []
-        self.passes: list[tuple[int, int]] = []
-        self.opened = 0
+        super().__init__()
+        self.opened = self.asked = 0
+
+    @property
+    def alone(self) -> int:
+        """Choices of rows that were asked by themselves."""
+        return self.asked - sum(rows for rows, _ in self.together)
 
     def open(self, request: Request) -> PolicySession:
         self.opened += 1
         return AskedRow(self, self.opened)
 
-    def choose_together(
-        self,
-        sessions: Sequence[PolicySession],
-        offers: Sequence[Mapping[str, int]],
-        sharing: Sharing,
-    ) -> list[Choice]:
-        self.together.append((len(sessions), sharing))
-        return [row.arm(offered) for row, offered in zip(sessions, offers, strict=True)]  # type: ignore[attr-defined]
-
-    def learn_together(
-        self, sessions: Sequence[PolicySession], num_positions: int, seconds: float
-    ) -> None:
-        self.passes.append((len(sessions), num_positions))
-        assert seconds > 0
-
 
 class AskedRow:
     def __init__(self, policy: Asked, number: int) -> None:
         self.policy, self.number = policy, number
-        self.records: list[StepRecord] = []
 
-    def arm(self, offers: Mapping[str, int]) -> Choice:
+    def choose(self, offers: Mapping[str, int]) -> Choice:
+        self.policy.asked += 1
         k = min(self.number, offers.get("d", 0))
         return Choice("d", k, "asked") if k else off("nothing offered")
 
-    def choose(self, offers: Mapping[str, int]) -> Choice:
-        self.policy.alone += 1
-        return self.arm(offers)
-
     def learn(self, record: StepRecord) -> None:
-        self.records.append(record)
+        pass
 
 
 PROMPTS = [[1, 2], [1, 3], [1, 4]]
@@ -501,7 +485,8 @@ def test_the_loop_asks_for_all_rows_and_says_what_the_pass_held(sharing: Sharing
     assert policy.together[0] == (3, sharing)
     widths = [1 + row[0].num_drafted for row in records]
     assert widths == [2, 3, 4]
-    assert policy.passes[0] == (3, 3 * max(widths) if sharing.padded else sum(widths))
+    assert policy.passes[0][:2] == (3, 3 * max(widths) if sharing.padded else sum(widths))
+    assert all(seconds > 0 for _, _, seconds in policy.passes)
     assert policy.alone  # the last row of all ends alone
     assert len(policy.passes) == len(policy.together) == len(max(records, key=len)) - policy.alone
 

@@ -27,6 +27,7 @@ from device_drafters import (
     ModelDrafter,
     forward_by_reference,
 )
+from fakes import WeighsRows
 from native_models import VOCAB_SIZE, build, ids
 
 from decode import Sampling, SpeculativeDecoder
@@ -108,27 +109,12 @@ class ArmsOfRow:
         self.policy.records.append(record)
 
 
-class JointArms(Arms):
-    """The same for all rows of a step at once; keeps how many there were, and the passes' sizes."""
+class JointArms(WeighsRows, Arms):
+    """The same by row, for all rows of a step at once."""
 
     def __init__(self, *arms: tuple[str, int]) -> None:
-        super().__init__(*arms, by_row=True)
-        self.together: list[tuple[int, Sharing]] = []
-        self.passes: list[tuple[int, int, float]] = []
-
-    def choose_together(
-        self,
-        sessions: Sequence[PolicySession],
-        offers: Sequence[Mapping[str, int]],
-        sharing: Sharing,
-    ) -> list[Choice]:
-        self.together.append((len(sessions), sharing))
-        return [one.choose(offered) for one, offered in zip(sessions, offers, strict=True)]
-
-    def learn_together(
-        self, sessions: Sequence[PolicySession], num_positions: int, seconds: float
-    ) -> None:
-        self.passes.append((len(sessions), num_positions, seconds))
+        WeighsRows.__init__(self)
+        Arms.__init__(self, *arms, by_row=True)
 
 
 def pool(*names: str) -> dict[str, Any]:
