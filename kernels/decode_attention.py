@@ -9,11 +9,12 @@ Chunk c holds the keys c C .. c C + C - 1. A program sums one chunk for one tile
 
 and a second launch adds the chunks that a token sees, in groups of GROUP at fixed places, in order:
 
-    out = sum_c exp(m_c - M) a_c / sum_c exp(m_c - M) l_c,   M = max m_c.
+    out = sum_c exp(m_c - M) a_c / sum_c exp(m_c - M) l_c,   M = max m_c so far.
 
 Where chunks begin and in which order they are added follows from positions alone, and what a token
 does not see adds exact zeros: its bits depend on its row's tokens only. Programs past a row's end
-do nothing, so that one launch serves every length up to the cache's capacity.
+do nothing, so that one launch serves every length up to the cache's capacity. Keys and values of
+earlier tokens are asked for before the kernel in front has ended: it writes those of the new ones.
 """
 
 import torch
@@ -24,12 +25,13 @@ from torch import Tensor
 from kernels.heads import Batch
 from kernels.launching import launch
 from kernels.matrix import multiply, narrow
-from kernels.overlap import follow, options
+from kernels.overlap import announce_early, fetch, options, settled, wait_for_turn
 from kernels.tiles import Attention, attention_tile
 
 ROWS = 16  # of a tile: queries times the heads of a group
 GROUP = 8  # chunks added at once
 WORKSPACE_BYTES = 64 << 20  # of chunk sums; more rows take their turns
+LINE_BYTES = 128  # that come to the cache at once
 LOG2_E = 1.4426950408889634
 NO_WINDOW = (1 << 31) - 1
 
@@ -127,6 +129,7 @@ def _attend(
         CHUNK=tile.chunk,
         BLOCK=tile.block,
         ROWS=ROWS,
+        LINE=min(size, LINE_BYTES // keys.element_size()),
         **shape,
         **options(query.device),
         num_warps=tile.num_warps,
@@ -177,15 +180,18 @@ def attend_chunk_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    LINE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP > 0:
-        follow(OVERLAP)
+        announce_early(OVERLAP)
+    # Written before the last product: where rows stand, and the keys of their earlier tokens.
     chunk, h, turn_row = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
     tile, b = tl.program_id(1) // KV_HEADS, first_row + turn_row
     group: tl.constexpr = QUERY_HEADS // KV_HEADS
-    first = tl.load(positions_ptr + b)
-    end = first + tl.load(widths_ptr + b)  # keys of the row, new ones included
+    first = settled(positions_ptr + b)
+    end = first + settled(widths_ptr + b)  # keys of the row, new ones included
+    slot = settled(slots_ptr + b).to(tl.int64)
     r = tile * ROWS + tl.arange(0, ROWS)
     turn_token = r // group
     head = h * group + r % group
@@ -195,14 +201,21 @@ def attend_chunk_kernel(
     start = chunk * CHUNK
     # The tile's first token is its lowest; its last sees the farthest key.
     last = tl.max(tl.where(there, place, -1), axis=0)
-    if (start <= last) & (start + CHUNK > lowest - window + 1):
-        d = tl.arange(0, WIDE)
-        own = d[None, :] < SIZE
+    seen = (start <= last) & (start + CHUNK > lowest - window + 1)
+    d = tl.arange(0, WIDE)
+    own = d[None, :] < SIZE
+    base = (slot * KV_HEADS + h) * capacity * SIZE
+    if OVERLAP > 0:
+        if seen:
+            old = base + tl.minimum(start + tl.arange(0, CHUNK), first).to(tl.int64) * SIZE
+            at = old[:, None] + tl.minimum(tl.arange(0, WIDE // LINE) * LINE, SIZE - 1)[None, :]
+            fetch(keys_ptr + at)
+            fetch(values_ptr + at)
+        wait_for_turn(OVERLAP)
+    if seen:
         token = b.to(tl.int64) * width + first_token + turn_token
         rows = (token * QUERY_HEADS + head) * SIZE
         q = tl.load(query_ptr + rows[:, None] + d[None, :], mask=there[:, None] & own, other=0.0)
-        slot = tl.load(slots_ptr + b).to(tl.int64)
-        base = (slot * KV_HEADS + h) * capacity * SIZE
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         mixed = tl.zeros((ROWS, WIDE), tl.float32)
@@ -253,40 +266,37 @@ def merge_chunks_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP > 0:
-        follow(OVERLAP)
+        announce_early(OVERLAP)
     cell, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b = first_row + cell // tokens
     w = first_token + cell % tokens
-    place = tl.load(positions_ptr + b) + w
+    place = settled(positions_ptr + b) + w
+    there = w < settled(widths_ptr + b)
+    if OVERLAP > 0:
+        wait_for_turn(OVERLAP)
     d, g = tl.arange(0, WIDE), tl.arange(0, GROUP)
     own = d < SIZE
     mixed = tl.zeros((WIDE,), tl.float32)
-    if w < tl.load(widths_ptr + b):
+    if there:
         start = (cell * QUERY_HEADS + head) * num_chunks
         half = tl.num_programs(0).to(tl.int64) * QUERY_HEADS * num_chunks
         first_chunk = tl.maximum(place - window + 1, 0) // CHUNK
         end = place // CHUNK + 1
-        first_group = first_chunk // GROUP
-        last_group = (end + GROUP - 1) // GROUP
         peak = place.to(tl.float32) * 0.0 - float("inf")
-        for number in range(first_group, last_group):
+        total = place.to(tl.float32) * 0.0
+        for number in range(first_chunk // GROUP, (end + GROUP - 1) // GROUP):
             chunk = number * GROUP + g
             seen = (chunk >= first_chunk) & (chunk < end)
             peaks = tl.load(peaks_ptr + start + chunk, mask=seen, other=-float("inf"))
-            peak = tl.maximum(peak, tl.max(peaks, axis=0))
-        total = peak * 0.0
-        for number in range(first_group, last_group):
-            chunk = number * GROUP + g
-            seen = (chunk >= first_chunk) & (chunk < end)
-            peaks = tl.load(peaks_ptr + start + chunk, mask=seen, other=-float("inf"))
-            weights = tl.exp2(peaks - peak)
             sums = tl.load(peaks_ptr + half + start + chunk, mask=seen, other=0.0)
-            total += tl.sum(weights * sums, axis=0)
             at = (start + chunk)[:, None] * SIZE + d[None, :]
             inside = seen[:, None] & own[None, :]
-            mixed += tl.sum(
-                weights[:, None] * tl.load(sums_ptr + at, mask=inside, other=0.0), axis=0
-            )
+            mixtures = tl.load(sums_ptr + at, mask=inside, other=0.0)
+            higher = tl.maximum(peak, tl.max(peaks, axis=0))
+            fade, weights = tl.exp2(peak - higher), tl.exp2(peaks - higher)
+            total = total * fade + tl.sum(weights * sums, axis=0)
+            mixed = mixed * fade + tl.sum(weights[:, None] * mixtures, axis=0)
+            peak = higher
         mixed = mixed / total
     at = ((b.to(tl.int64) * width + w) * QUERY_HEADS + head) * SIZE + d
     tl.store(out_ptr + at, narrow(mixed, out_ptr), mask=own)

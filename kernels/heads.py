@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.launching import launch
 from kernels.matrix import narrow, rounded, total_of_parts
 from kernels.norm import norm_reference
-from kernels.overlap import announce_early, options, wait_for_turn
+from kernels.overlap import announce_early, options, settled, wait_for_turn
 
 
 @dataclass(frozen=True)
@@ -168,18 +168,23 @@ def split_heads_kernel(
     d = tl.arange(0, HALF)
     if OVERLAP > 0:
         announce_early(OVERLAP)
-    if bias_ptr is not None:  # no kernel writes it: asked for before the wait
+    # No kernel writes these, or one before the product in front: asked for before the wait.
+    b, w = token // width, token % width
+    place = settled(positions_ptr + b).to(tl.int64) + w
+    size = tl.where(w < settled(widths_ptr + b), SIZE // 2, 0)  # nothing of padding is read
+    slot = settled(slots_ptr + b).to(tl.int64)
+    inside = d < size
+    turned_size = tl.where(head < QUERY_HEADS + KV_HEADS, size, 0)
+    angle = place * (SIZE // 2) + d
+    cos = tl.load(cos_ptr + angle, mask=d < turned_size, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=d < turned_size, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
         column, own = head * SIZE + d, d < SIZE // 2
         first_bias = tl.load(bias_ptr + column, mask=own, other=0.0).to(tl.float32)
         second_bias = tl.load(bias_ptr + column + SIZE // 2, mask=own, other=0.0).to(tl.float32)
     if OVERLAP > 0:
         wait_for_turn(OVERLAP)
-    b, w = token // width, token % width
-    place = tl.load(positions_ptr + b).to(tl.int64) + w
-    size = tl.where(w < tl.load(widths_ptr + b), SIZE // 2, 0)  # nothing of padding is read
-    slot = tl.load(slots_ptr + b).to(tl.int64)
     heads: tl.constexpr = QUERY_HEADS + 2 * KV_HEADS
-    inside = d < size
     at = (token * heads + head) * SIZE + d
     stride = tl.num_programs(0).to(tl.int64) * (heads * SIZE)
     first = total_of_parts(parts_ptr, at, inside, stride, SPLIT)
@@ -193,9 +198,6 @@ def split_heads_kernel(
         if query_norm_ptr is not None:
             norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr)
             first, second = head_norm(first, second, norm_ptr, d, inside, eps, SIZE)
-        angle = place * (SIZE // 2) + d
-        cos = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
         turned = rounded(first * cos, out_ptr) - rounded(second * sin, out_ptr)
         second = rounded(second * cos, out_ptr) + rounded(first * sin, out_ptr)
         first = turned

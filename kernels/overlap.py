@@ -4,8 +4,10 @@
 "off": nothing. "launch": its programs come up and wait (programmatic dependent launch), and ask
 meanwhile for weights, which no kernel writes. "late": they come up only when those of the kernel in
 front have waited, so that fewer are up at a time and none takes room from one that has not begun;
-behind products it is always so. What is computed stays the same to the bit. A kernel waits before
-it reads or writes anything else, in every program, so that all that ran before it has ended too.
+behind products it is always so. Therefore everything that ran before the last product has ended
+when a program comes up: it may ask for that too, such as the places of rows and the keys of earlier
+tokens. What is computed stays the same to the bit. A kernel waits before it reads anything else or
+writes, in every program, so that all that ran before it has ended too.
 Who changes weights does so before a pass is queued, and not by such a kernel.
 """
 
@@ -77,3 +79,22 @@ def follow(OVERLAP: tl.constexpr):
     """What a kernel begins with that has nothing to do before the one in front has ended."""
     announce_early(OVERLAP)
     wait_for_turn(OVERLAP)
+
+
+@triton.jit
+def settled(pointer):
+    """A number written before the last product; a multiprocessor's own cache may hold an older."""
+    return tl.load(pointer, cache_modifier=".cg")
+
+
+@triton.jit
+def fetch(pointers):
+    """Have what these point at come to the cache that all programs share, and go on."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
