@@ -242,7 +242,7 @@ def test_a_planted_product_that_depends_on_the_rows_is_found_at_load(
     assert not caplog.messages
     whole = kernel_forward.product_parts
 
-    def planted(x: torch.Tensor, weight: torch.Tensor, wanted: None) -> torch.Tensor:
+    def planted(x: torch.Tensor, weight: torch.Tensor, **rest: Any) -> torch.Tensor:
         if len(x) < 3:
             return whole(x, weight)
         left = x.clone()
