@@ -123,6 +123,7 @@ def _launch(
     # Programs that read the same part of W are neighbours, and find it in the cache.
     grid = (triton.cdiv(num_rows, block_m), triton.cdiv(num_out, tile.block_n), tile.split)
     kind = "parts" if second is None else "gated"
+    early = tile.early(num_in, weight.element_size()) if out.dim() == 3 else 0
     threads = grid[1] * grid[2] * tile.num_warps * WARP
     launch(
         product_kernel,
@@ -144,12 +145,12 @@ def _launch(
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        EARLY=tile.early(num_in, weight.element_size()) if out.dim() == 3 else 0,
+        EARLY=early,
         AHEAD=0 if wanted is not None else ahead_bytes(kind, ahead, threads),
         THREADS=tile.num_warps * WARP,
         **options(x.device),
         num_warps=tile.num_warps,
-        num_stages=tile.stages(block_m, 1 if second is None else 2, x.element_size()),
+        num_stages=tile.stages(block_m, 1 if second is None else 2, x.element_size(), early),
     )
 
 

@@ -36,10 +36,10 @@ class Tile:
     num_warps: int
     num_stages: int
 
-    def stages(self, block_m: int, num_weights: int, itemsize: int) -> int:
-        """As many blocks under way as the shared memory holds."""
+    def stages(self, block_m: int, num_weights: int, itemsize: int, early: int = 0) -> int:
+        """As many blocks under way as the shared memory holds beside those asked for early."""
         block_bytes = (num_weights * self.block_n + block_m) * self.block_k * itemsize
-        return max(1, min(self.num_stages, SHARED_BYTES // block_bytes))
+        return max(1, min(self.num_stages, SHARED_BYTES // block_bytes - early))
 
     def early(self, num_in: int, itemsize: int) -> int:
         """Blocks of a share that are asked for before its turn: all of a short one, else two."""

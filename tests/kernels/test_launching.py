@@ -1,7 +1,7 @@
 """Would catch: what only the interpreter accepts; a kernel that is compiled anew for another number
 of rows or tokens, and so could round otherwise; a launch that is made although it should only be
-noted; two launches of one kind compiled twice; weights that are asked for only after the wait, or
-anything else that is asked for before it.
+noted; two launches of one kind compiled twice; weights, places or keys that are asked for only
+after the wait; a pinned product of many rows that asks for more memory than a multiprocessor has.
 
 The compiler needs no GPU to translate for one: see translated.py.
 """
@@ -16,6 +16,7 @@ from translated import told_by
 from kernels.launching import collected, compile_all
 from kernels.norm import embed_norm
 from kernels.product import product_parts
+from kernels.tiles import TILES
 
 PROGRAM = r"""
 import json, sys
@@ -73,6 +74,28 @@ print(json.dumps({
 }))
 """
 
+SHARED = r"""
+import json
+import kernels.overlap, kernels.tiles
+from kernels.launching import collected
+from kernels.product import gated_product, product, product_parts
+
+kernels.overlap.capability = kernels.tiles.capability = lambda device: (9, 0)
+
+def new(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+with collected() as found:
+    for kind, num_out, num_in in kernels.tiles.TILES[9, 0]:
+        x, weight = new(128, num_in), new(num_out, num_in)
+        if kind == "gated":
+            gated_product(x, weight, weight)
+        else:
+            (product_parts if kind == "parts" else product)(x, weight)
+compiled = [one.kernel.warmup(*one.args, grid=one.grid, **one.options) for one in found]
+print(json.dumps([kernel.metadata.shared for kernel in compiled]))
+"""
+
 
 @pytest.mark.parametrize("overlap", ["off", "launch", "late"])
 def test_everything_compiles_for_a_gpu_once_for_all_widths(overlap: str, tmp_path: Path) -> None:
@@ -87,6 +110,12 @@ def test_everything_compiles_for_a_gpu_once_for_all_widths(overlap: str, tmp_pat
     early = ["product_kernel", "split_heads_kernel", "add_norm_kernel"]
     early += ["attend_chunk_kernel", "merge_chunks_kernel"]
     assert set(told["early"]) == (set() if overlap == "off" else set(early))
+
+
+def test_products_of_many_rows_fit_the_shared_memory(tmp_path: Path) -> None:
+    shared = json.loads(told_by(SHARED, tmp_path))
+    assert len(shared) == len(TILES[9, 0])
+    assert max(shared) <= 227 * 1024, shared
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
