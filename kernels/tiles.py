@@ -20,7 +20,7 @@ PROGRAMS = 264  # two a multiprocessor, which hide each other's starts and ends
 SHORT = 3  # blocks of a share that all fit there
 EARLY_BYTES = 49_152  # of a program's registers, of the 256 KB that a multiprocessor has
 # Of weights that come to the L2 before their product, by the kind of product that sees to it.
-AHEAD_BYTES = {"parts": 32 << 20, "gated": 8 << 20}
+AHEAD_BYTES = {"parts": 0 << 20, "gated": 0 << 20}
 AHEAD_STEP = 16  # bytes that it takes a multiple of
 WARP = 32  # threads
 UNEVEN = 1.1  # blocks that shares of one size may have, over those that there are
