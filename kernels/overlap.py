@@ -98,16 +98,3 @@ def fetch(pointers):
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def fetch_range(pointers, BYTES: tl.constexpr):
-    """The same for so many bytes behind each, a multiple of 16: a pointer a thread."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [pointers.to(tl.int64), tl.full(pointers.shape, BYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

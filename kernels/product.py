@@ -12,12 +12,8 @@ and whoever reads the parts adds them in order (kernels/norm.py, kernels/heads.p
 by atomics, so a row's bits depend on the row and on the weight's tile only.
 
 The first blocks of a share are asked for before the kernel in front has ended (no kernel writes a
-weight), wait in registers, and are added last. Most of a short product is waiting for memory. And
-while norms and attention run, memory waits: a product may have weights that are read `ahead` of
-it, in a product to come, brought to the cache that all programs share.
+weight), wait in registers, and are added last. Most of a short product is waiting for memory.
 """
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -26,8 +22,8 @@ from torch import Tensor
 
 from kernels.launching import launch
 from kernels.matrix import multiply, narrow, rounded
-from kernels.overlap import LATE, fetch_range, options, wait_for_turn
-from kernels.tiles import WARP, Tile, ahead_bytes, product_tile, row_block
+from kernels.overlap import LATE, options, wait_for_turn
+from kernels.tiles import Tile, product_tile, row_block
 
 
 def parts_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -54,21 +50,16 @@ def gated_reference(
 
 
 def product_parts(
-    x: Tensor,
-    weight: Tensor,
-    tile: Tile | None = None,
-    wanted: Tensor | None = None,
-    ahead: Sequence[Tensor] = (),
+    x: Tensor, weight: Tensor, tile: Tile | None = None, wanted: Tensor | None = None
 ) -> Tensor:
     """[split, M, N] float32, whose sum over the first dimension is x W^T. x [M, K], W [N, K].
 
-    Here and below: `wanted` [1] int32, where it is 0 on the device, nothing is computed or read,
-    and what is returned is whatever the memory held; `ahead`, one or two weights of one shape,
-    which a later product reads, and whose first rows come to the cache meanwhile.
+    `wanted` [1] int32, here and below: where it is 0 on the device, nothing is computed or read,
+    and what is returned is whatever the memory held.
     """
     tile = tile or product_tile("parts", len(weight), weight.shape[1], x.device)
     out = torch.empty(tile.split, len(x), len(weight), dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, None, None, out, tile, wanted, ahead)
+    _launch(x, weight, None, None, None, out, tile, wanted)
     return out
 
 
@@ -95,13 +86,12 @@ def gated_product(
     up_bias: Tensor | None = None,
     tile: Tile | None = None,
     wanted: Tensor | None = None,
-    ahead: Sequence[Tensor] = (),
 ) -> Tensor:
     """silu(x Wg^T + bg) * (x Wu^T + bu) [M, N] in x's type; both weights [N, K]."""
     tile = tile or product_tile("gated", len(gate), gate.shape[1], x.device)
     assert tile.split == 1, tile
     out = torch.empty(len(x), len(gate), dtype=x.dtype, device=x.device)
-    _launch(x, gate, up, gate_bias, up_bias, out, tile, wanted, ahead)
+    _launch(x, gate, up, gate_bias, up_bias, out, tile, wanted)
     return out
 
 
@@ -114,7 +104,6 @@ def _launch(
     out: Tensor,
     tile: Tile,
     wanted: Tensor | None,
-    ahead: Sequence[Tensor] = (),
 ) -> None:
     read = (x, weight, weight if second is None else second)
     assert all(t.is_contiguous() for t in read), "x and W are read row by row"
@@ -122,9 +111,7 @@ def _launch(
     block_m = row_block(num_rows)
     # Programs that read the same part of W are neighbours, and find it in the cache.
     grid = (triton.cdiv(num_rows, block_m), triton.cdiv(num_out, tile.block_n), tile.split)
-    kind = "parts" if second is None else "gated"
     early = tile.early(num_in, weight.element_size()) if out.dim() == 3 else 0
-    threads = grid[1] * grid[2] * tile.num_warps * WARP
     launch(
         product_kernel,
         grid,
@@ -134,8 +121,6 @@ def _launch(
         bias,
         second_bias,
         wanted,
-        ahead[0] if ahead else None,
-        ahead[1] if len(ahead) > 1 else None,
         out,
         num_rows,
         N=num_out,
@@ -146,8 +131,6 @@ def _launch(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         EARLY=early,
-        AHEAD=0 if wanted is not None else ahead_bytes(kind, ahead, threads),
-        THREADS=tile.num_warps * WARP,
         **options(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.stages(block_m, 1 if second is None else 2, x.element_size(), early),
@@ -192,8 +175,6 @@ def product_kernel(
     bias_ptr,
     second_bias_ptr,
     wanted_ptr,
-    ahead_ptr,
-    second_ahead_ptr,
     out_ptr,
     num_rows,
     N: tl.constexpr,
@@ -204,8 +185,6 @@ def product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
-    THREADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if wanted_ptr is not None:
@@ -226,14 +205,6 @@ def product_kernel(
         row = tl.minimum(n, N - 1)
     weights = row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_N, BLOCK_K]
     inputs = m.to(tl.int64)[None, :] * K + k[:, None]  # [BLOCK_K, BLOCK_M]
-    if OVERLAP > 0 and AHEAD > 0:
-        size: tl.constexpr = AHEAD // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        if tl.program_id(0) == 0:
-            thread = (tl.program_id(1) + tl.num_programs(1) * split) * THREADS
-            at = (thread + tl.arange(0, THREADS)).to(tl.int64) * size
-            fetch_range(ahead_ptr + at, AHEAD)
-            if second_ahead_ptr is not None:
-                fetch_range(second_ahead_ptr + at, AHEAD)
     early = ()
     for block in tl.static_range(EARLY):
         inside = k + block * BLOCK_K < K

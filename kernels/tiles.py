@@ -6,23 +6,17 @@ grows with them, and the depth of its pipeline, which no sum knows of. Choices t
 (`python -m pipeline.bench_engine TARGET --sweep`) stand in tables; all other shapes follow a rule.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 import triton
-from torch import Tensor
 
 ROW_BLOCKS = (16, 32, 64, 128)  # rows a program takes, the smallest that holds them all
 SHARED_BYTES = 200_000  # of a program's pipeline, of the 227 KB that a multiprocessor has
 PROGRAMS = 264  # two a multiprocessor, which hide each other's starts and ends
 SHORT = 3  # blocks of a share that all fit there
 EARLY_BYTES = 49_152  # of a program's registers, of the 256 KB that a multiprocessor has
-# Of weights that come to the L2 before their product, by the kind of product that sees to it.
-AHEAD_BYTES = {"parts": 0 << 20, "gated": 0 << 20}
-AHEAD_STEP = 16  # bytes that it takes a multiple of
-WARP = 32  # threads
 UNEVEN = 1.1  # blocks that shares of one size may have, over those that there are
 
 
@@ -104,14 +98,6 @@ def rule(kind: str, num_out: int, num_in: int) -> Tile:
         # Shares that are equal need no mask, which is worth a third more or fewer of them.
         split = min(fits, key=lambda s: abs(s - wanted) + (blocks % s != 0) * wanted / 3)
     return Tile(block_n=block_n, block_k=block_k, split=split, num_warps=4, num_stages=4)
-
-
-def ahead_bytes(kind: str, weights: Sequence[Tensor], threads: int) -> int:
-    """What each of so many threads has brought to the L2 of each of these weights of one shape."""
-    if not weights:
-        return 0
-    wanted = min(weights[0].nbytes, AHEAD_BYTES[kind] // len(weights))
-    return wanted // threads // AHEAD_STEP * AHEAD_STEP
 
 
 def row_block(num_rows: int) -> int:

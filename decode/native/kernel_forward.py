@@ -217,8 +217,7 @@ class KernelForward:
             if number == len(layers) - 1 and not with_logits:
                 return None  # its keys and values are kept, and nobody asks what follows
             seen = self._attend(query, step.batch, number)
-            ahead = layer.gate.weight, layer.up.weight
-            parts = self._parts(layer.output, seen, wanted, ahead)
+            parts = self._parts(layer.output, seen, wanted)
             normed = add_norm(parts, layer.output.bias, residual, layer.mlp_norm, eps)
             parts = self._parts(layer.down, self._gated(layer, normed, wanted), wanted)
             normed = add_norm(parts, layer.down.bias, residual, following[number], eps)
@@ -244,23 +243,16 @@ class KernelForward:
         keys, values = self.cache.layer(number)
         return decode_attention(query, keys, values, batch, a.windows[number], a.head_dim**-0.5)
 
-    def _parts(
-        self,
-        weights: Product,
-        x: Tensor,
-        wanted: Tensor | None,
-        ahead: Sequence[Tensor] = (),
-    ) -> Tensor:
+    def _parts(self, weights: Product, x: Tensor, wanted: Tensor | None) -> Tensor:
         if self._leaves(x):
             return F.linear(x, weights.weight)[None]
-        return product_parts(x, weights.weight, wanted=wanted, ahead=ahead)
+        return product_parts(x, weights.weight, wanted=wanted)
 
     def _gated(self, layer: Layer, x: Tensor, wanted: Tensor | None) -> Tensor:
         gate, up = layer.gate, layer.up
         if self._leaves(x):
             return F.silu(F.linear(x, gate.weight, gate.bias)).mul_(F.linear(x, up.weight, up.bias))
-        weights, biases = (gate.weight, up.weight), (gate.bias, up.bias)
-        return gated_product(x, *weights, *biases, wanted=wanted, ahead=(layer.down.weight,))
+        return gated_product(x, gate.weight, up.weight, gate.bias, up.bias, wanted=wanted)
 
     def _leaves(self, x: Tensor) -> bool:
         """Whether a product of so many rows is left to cuBLAS."""

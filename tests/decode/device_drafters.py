@@ -41,7 +41,7 @@ def forward_by_reference(patch: pytest.MonkeyPatch) -> None:
     def unless_unwanted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """What nobody wants is not computed, and holds whatever the memory held."""
 
-        def computed(*arguments: Any, wanted: Tensor | None = None, ahead: object = ()) -> Tensor:
+        def computed(*arguments: Any, wanted: Tensor | None = None) -> Tensor:
             out = function(*arguments)
             return out if wanted is None or int(wanted) else torch.full_like(out, torch.nan)
 

@@ -1,8 +1,7 @@
 """Would catch: a product that sums in another order for another number of rows, or whose rows touch
 one another; columns of a ragged block counted twice or lost, rows of W past its end written out;
 shares that overlap; a bias added to the wrong row; rounding in another place than a model of single
-operations has; weights that are read although all rows are padding; bytes brought ahead that lie
-outside the weights, or move a bit.
+operations has; weights that are read although all rows are padding.
 
 Bits: a row alone, in every width, and at every place among other rows. Tolerances: float32 over at
 most 320 columns against float64, 1e-5 of the largest value; 16-bit results may fall on the other
@@ -23,16 +22,7 @@ from kernels.product import (
     product_parts,
     product_reference,
 )
-from kernels.tiles import (
-    AHEAD_BYTES,
-    ROW_BLOCKS,
-    TILES,
-    Tile,
-    ahead_bytes,
-    product_tile,
-    row_block,
-    rule,
-)
+from kernels.tiles import ROW_BLOCKS, TILES, Tile, product_tile, row_block, rule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -112,27 +102,6 @@ def test_rows_of_the_workspace_are_all_written() -> None:
     x[1] = torch.nan  # a row that nobody asks for may hold anything
     parts = product_parts(x, weight, SHAPES[2][2])
     assert torch.isfinite(parts[:, [0, 2]]).all()
-
-
-def test_weights_brought_ahead_change_nothing() -> None:
-    x, weight = random(torch.bfloat16, 20, 320, seed=1), random(torch.bfloat16, 64, 320, seed=2)
-    ahead = [random(torch.bfloat16, 99, 320, seed=seed) for seed in (3, 4)]
-    tile = Tile(16, 64, 5, 4, 3)
-    found = product_parts(x, weight, tile, ahead=ahead)
-    assert torch.equal(found, product_parts(x, weight, tile))
-    gated = gated_product(x, *ahead, ahead=[weight])
-    assert torch.equal(gated, gated_product(x, *ahead))
-
-
-def test_what_is_brought_ahead_lies_within_the_weights() -> None:
-    weight = torch.empty(100, 72, dtype=torch.bfloat16)
-    for kind, limit in AHEAD_BYTES.items():
-        for count, threads in ((1, 128), (2, 128), (2, 40_000), (1, 1)):
-            each = ahead_bytes(kind, [weight] * count, threads)
-            assert each % 16 == 0
-            assert 0 <= each * threads <= min(weight.nbytes, limit / count)
-    assert ahead_bytes("parts", [weight], 128) == 112
-    assert ahead_bytes("parts", [], 128) == 0
 
 
 def test_the_choice_of_a_tile_follows_from_the_weight() -> None:
