@@ -26,7 +26,7 @@ from kernels.heads import Batch
 from kernels.launching import launch
 from kernels.matrix import multiply, narrow
 from kernels.overlap import announce_early, fetch, options, settled, wait_for_turn
-from kernels.tiles import Attention, attention_tile
+from kernels.tiles import Attention, attention_tile, pipeline_bytes
 
 ROWS = 16  # of a tile: queries times the heads of a group
 GROUP = 8  # chunks added at once
@@ -133,7 +133,7 @@ def _attend(
         **shape,
         **options(query.device),
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.stages(shape["WIDE"] * keys.element_size(), pipeline_bytes(keys.device)),
     )
     launch(
         merge_chunks_kernel,

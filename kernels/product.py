@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.launching import launch
 from kernels.matrix import multiply, narrow, rounded
 from kernels.overlap import LATE, options, wait_for_turn
-from kernels.tiles import Tile, product_tile, row_block
+from kernels.tiles import Tile, pipeline_bytes, product_tile, row_block
 
 
 def parts_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -111,7 +111,9 @@ def _launch(
     block_m = row_block(num_rows)
     # Programs that read the same part of W are neighbours, and find it in the cache.
     grid = (triton.cdiv(num_rows, block_m), triton.cdiv(num_out, tile.block_n), tile.split)
-    early = tile.early(num_in, weight.element_size()) if out.dim() == 3 else 0
+    num_weights, itemsize = 1 if second is None else 2, x.element_size()
+    shared = pipeline_bytes(x.device)
+    early = tile.early(num_in, itemsize, shared) if out.dim() == 3 else 0
     launch(
         product_kernel,
         grid,
@@ -133,7 +135,7 @@ def _launch(
         EARLY=early,
         **options(x.device),
         num_warps=tile.num_warps,
-        num_stages=tile.stages(block_m, 1 if second is None else 2, x.element_size(), early),
+        num_stages=tile.stages(block_m, num_weights, itemsize, early, shared),
     )
 
 

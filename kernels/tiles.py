@@ -11,9 +11,11 @@ from functools import cache
 
 import torch
 import triton
+from triton.runtime import driver
 
 ROW_BLOCKS = (16, 32, 64, 128)  # rows a program takes, the smallest that holds them all
-SHARED_BYTES = 200_000  # of a program's pipeline, of the 227 KB that a multiprocessor has
+SHARED_BYTES = 232_448  # that a program may have, where there is no CUDA device to say so
+SPARE_BYTES = 32_768  # of them, beside a program's pipeline
 PROGRAMS = 264  # two a multiprocessor, which hide each other's starts and ends
 SHORT = 3  # blocks of a share that all fit there
 EARLY_BYTES = 49_152  # of a program's registers, of the 256 KB that a multiprocessor has
@@ -30,16 +32,24 @@ class Tile:
     num_warps: int
     num_stages: int
 
-    def stages(self, block_m: int, num_weights: int, itemsize: int, early: int = 0) -> int:
-        """As many blocks under way as the shared memory holds beside those asked for early."""
-        block_bytes = (num_weights * self.block_n + block_m) * self.block_k * itemsize
-        return max(1, min(self.num_stages, SHARED_BYTES // block_bytes - early))
+    def stages(self, block_m: int, num_weights: int, itemsize: int, early: int, shared: int) -> int:
+        """As many blocks under way as `shared` bytes hold beside those asked for early."""
+        block_bytes = self._block_bytes(block_m, num_weights, itemsize)
+        return max(1, min(self.num_stages, shared // block_bytes - early))
 
-    def early(self, num_in: int, itemsize: int) -> int:
-        """Blocks of a share that are asked for before its turn: all of a short one, else two."""
+    def early(self, num_in: int, itemsize: int, shared: int) -> int:
+        """Blocks of a share that are asked for before its turn: all of a short one, else two.
+
+        No more than `shared` bytes hold beside one other, whatever the number of rows.
+        """
         share = triton.cdiv(triton.cdiv(num_in, self.block_k), self.split)
         wanted = share if share <= SHORT else 2
-        return min(wanted, EARLY_BYTES // (self.block_n * self.block_k * itemsize))
+        fit = shared // self._block_bytes(ROW_BLOCKS[-1], 1, itemsize) - 1
+        held = EARLY_BYTES // (self.block_n * self.block_k * itemsize)
+        return max(0, min(wanted, held, fit))
+
+    def _block_bytes(self, block_m: int, num_weights: int, itemsize: int) -> int:
+        return (num_weights * self.block_n + block_m) * self.block_k * itemsize
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,10 @@ class Attention:
     block: int  # of them at a time
     num_warps: int
     num_stages: int
+
+    def stages(self, key_bytes: int, shared: int) -> int:
+        """As many blocks of keys and values under way as `shared` bytes hold."""
+        return max(1, min(self.num_stages, shared // (2 * self.block * key_bytes)))
 
 
 Key = tuple[str, int, int]  # kind of product, rows and columns of the weight
@@ -103,6 +117,16 @@ def rule(kind: str, num_out: int, num_in: int) -> Tile:
 def row_block(num_rows: int) -> int:
     """Rows that a program takes."""
     return next((size for size in ROW_BLOCKS if size >= num_rows), ROW_BLOCKS[-1])
+
+
+@cache
+def pipeline_bytes(device: torch.device) -> int:
+    """Shared memory that a program's pipeline may have."""
+    most = SHARED_BYTES
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        most = driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return most - SPARE_BYTES
 
 
 @cache

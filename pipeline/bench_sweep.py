@@ -22,7 +22,7 @@ from decode.native.kernel_forward import KernelForward
 from kernels.decode_attention import decode_attention
 from kernels.heads import Batch
 from kernels.product import gated_product, product, product_parts
-from kernels.tiles import SHARED_BYTES, Attention, Tile, attention_tile, product_tile
+from kernels.tiles import Attention, Tile, attention_tile, pipeline_bytes, product_tile
 from pipeline.bench_command import new_table
 
 log = logging.getLogger(__name__)
@@ -80,12 +80,13 @@ def candidates(site: Site, itemsize: int) -> Iterator[Tile]:
     num_out, num_in = site.shape
     num_weights = len(site.weights[0])
     splits = SPLITS if site.kind == "parts" else (1,)
+    shared = pipeline_bytes(site.weights[0][0].device)
     for block_n, block_k, split, warps, stages in itertools.product(
         BLOCK_N, BLOCK_K, splits, WARPS, STAGES
     ):
         blocks, programs = num_in / block_k, -(-num_out // block_n) * split
         tile = Tile(block_n, block_k, split, warps, stages)
-        fits = num_weights * block_n * block_k * itemsize * stages <= SHARED_BYTES
+        fits = num_weights * block_n * block_k * itemsize * stages <= shared
         if (
             fits
             and blocks % split == 0
@@ -170,7 +171,8 @@ def sweep_attention(forward: KernelForward, most: int | None = None) -> list[dic
     chosen = [
         Attention(*numbers)
         for numbers in itertools.product(CHUNKS, KEY_BLOCKS, KEY_WARPS, STAGES)
-        if numbers[0] % numbers[1] == 0 and numbers[1] * numbers[3] * key_bytes <= SHARED_BYTES
+        if numbers[0] % numbers[1] == 0
+        and numbers[1] * numbers[3] * key_bytes <= pipeline_bytes(device)
     ]
     pinned = attention_tile(device)
     found = []

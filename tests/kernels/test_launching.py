@@ -1,7 +1,7 @@
 """Would catch: what only the interpreter accepts; a kernel that is compiled anew for another number
 of rows or tokens, and so could round otherwise; a launch that is made although it should only be
 noted; two launches of one kind compiled twice; weights, places or keys that are asked for only
-after the wait; a pinned product of many rows that asks for more memory than a multiprocessor has.
+after the wait; a launch that asks for more shared memory than an H200, A100 or RTX card has.
 
 The compiler needs no GPU to translate for one: see translated.py.
 """
@@ -75,23 +75,31 @@ print(json.dumps({
 """
 
 SHARED = r"""
-import json
-import kernels.overlap, kernels.tiles
+import json, sys
+import kernels.decode_attention, kernels.overlap, kernels.product, kernels.tiles
+from kernels.decode_attention import decode_attention
+from kernels.heads import Batch
 from kernels.launching import collected
 from kernels.product import gated_product, product, product_parts
 
-kernels.overlap.capability = kernels.tiles.capability = lambda device: (9, 0)
+tiles, shared = kernels.tiles, int(sys.argv[1])
+kernels.overlap.capability = tiles.capability = lambda device: divmod(CAPABILITY, 10)
+for module in (kernels.product, kernels.decode_attention):
+    module.pipeline_bytes = lambda device: shared - tiles.SPARE_BYTES
 
-def new(*shape):
-    return torch.empty(shape, dtype=torch.bfloat16)
+def new(*shape, dtype=getattr(torch, sys.argv[2])):
+    return torch.empty(shape, dtype=dtype)
 
 with collected() as found:
-    for kind, num_out, num_in in kernels.tiles.TILES[9, 0]:
+    for kind, num_out, num_in in tiles.TILES[9, 0]:
         x, weight = new(128, num_in), new(num_out, num_in)
         if kind == "gated":
             gated_product(x, weight, weight)
         else:
             (product_parts if kind == "parts" else product)(x, weight)
+    row = [new(1, dtype=torch.int32) for _ in range(3)]
+    caches = new(1, 2, 256, 128), new(1, 2, 256, 128)
+    decode_attention(new(5, 12, 128), *caches, Batch(*row, 5), None, 1.0)
 compiled = [one.kernel.warmup(*one.args, grid=one.grid, **one.options) for one in found]
 print(json.dumps([kernel.metadata.shared for kernel in compiled]))
 """
@@ -112,10 +120,23 @@ def test_everything_compiles_for_a_gpu_once_for_all_widths(overlap: str, tmp_pat
     assert set(told["early"]) == (set() if overlap == "off" else set(early))
 
 
-def test_products_of_many_rows_fit_the_shared_memory(tmp_path: Path) -> None:
-    shared = json.loads(told_by(SHARED, tmp_path))
-    assert len(shared) == len(TILES[9, 0])
-    assert max(shared) <= 227 * 1024, shared
+# What a program may have on an H200, an A100, an RTX 4090 and an RTX 5090, in bytes.
+@pytest.mark.parametrize(
+    ("capability", "most", "dtype"),
+    [
+        (90, 232_448, "bfloat16"),
+        (80, 166_912, "bfloat16"),
+        (89, 101_376, "bfloat16"),
+        (89, 101_376, "float32"),
+        (120, 101_376, "bfloat16"),
+    ],
+)
+def test_what_is_launched_fits_the_shared_memory(
+    capability: int, most: int, dtype: str, tmp_path: Path
+) -> None:
+    shared = json.loads(told_by(SHARED, tmp_path, str(most), dtype, capability=capability))
+    assert len(shared) == len(TILES[9, 0]) + 2
+    assert max(shared) <= most, shared
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")

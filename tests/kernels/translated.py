@@ -1,7 +1,7 @@
 """Translating kernels for a GPU where there is none.
 
 The compiler needs no GPU to translate for one: a process of its own, in which Triton is not the
-interpreter, is told that its device is of compute capability 9.0.
+interpreter, is told what compute capability its device is of.
 """
 
 import os
@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 class Device:  # what the compiler asks of a device
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_target(self): return GPUTarget("cuda", CAPABILITY, 32)
     def get_current_device(self): return 0
     def get_current_stream(self, device=None): return 0
     def get_active_torch_device(self): return torch.device("cpu")
@@ -24,12 +24,12 @@ driver.set_active(Device())
 """
 
 
-def told_by(program: str, cache: Path, *arguments: str) -> str:
+def told_by(program: str, cache: Path, *arguments: str, capability: int = 90) -> str:
     """The last line that the program prints, once such a device is there."""
     environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}
     environment["TRITON_CACHE_DIR"] = str(cache)
     ran = subprocess.run(
-        [sys.executable, "-c", DEVICE + program, *arguments],
+        [sys.executable, "-c", f"CAPABILITY = {capability}" + DEVICE + program, *arguments],
         env=environment,
         capture_output=True,
         text=True,

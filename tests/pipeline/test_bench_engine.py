@@ -15,7 +15,7 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 
 from decode.native import kernel_forward, static_cache
-from kernels.tiles import SHARED_BYTES, Tile
+from kernels.tiles import Tile, pipeline_bytes
 from pipeline import bench_plain, bench_sweep
 from pipeline.bench_engine import main
 from pipeline.bench_passes import Engine, bit_equality
@@ -102,7 +102,7 @@ def test_candidates_cover_every_column_once_and_fit(kind: str, shape: tuple[int,
         assert shape[1] % (tile.block_k * tile.split) == 0
         assert tile.split == 1 or kind == "parts"
         weights = len(site.weights[0]) * tile.block_n * tile.block_k * 2
-        assert weights * tile.num_stages <= SHARED_BYTES
+        assert weights * tile.num_stages <= pipeline_bytes(torch.device("cpu"))
 
 
 def test_a_pinned_line_is_a_line_of_the_table() -> None:
