@@ -76,16 +76,15 @@ print(json.dumps({
 
 SHARED = r"""
 import json, sys
-import kernels.decode_attention, kernels.overlap, kernels.product, kernels.tiles
+import kernels.overlap, kernels.tiles
 from kernels.decode_attention import decode_attention
 from kernels.heads import Batch
 from kernels.launching import collected
 from kernels.product import gated_product, product, product_parts
 
-tiles, shared = kernels.tiles, int(sys.argv[1])
+tiles = kernels.tiles
+tiles.SHARED_BYTES = int(sys.argv[1])
 kernels.overlap.capability = tiles.capability = lambda device: divmod(CAPABILITY, 10)
-for module in (kernels.product, kernels.decode_attention):
-    module.pipeline_bytes = lambda device: shared - tiles.SPARE_BYTES
 
 def new(*shape, dtype=getattr(torch, sys.argv[2])):
     return torch.empty(shape, dtype=dtype)
